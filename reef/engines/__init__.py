@@ -1,0 +1,103 @@
+"""Engines answer requests with the weights of one release.
+
+Knows: how to turn a chat request and a release id into the bytes of an answer, with sampled tokens when it has them.
+Does not know: scenarios, records, recipes, or where release files come from (a resolver is handed in).
+
+An engine is asked for a release id and resolves it itself, so an old snapshot, a restarted engine, a late request and a
+rollback need no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from reef.core.nouns import Choice, Sampling, Usage
+
+ENGINES = {
+    "local": "reef.engines.local.client:LocalEngine",
+    "upstream": "reef.engines.upstream:UpstreamEngine",
+    "fake": "reef.engines.fake:FakeEngine",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One inference request. `body` is the JSON to send (rendered); `headers` the client's, lower-case, without secrets."""
+
+    receipt: str
+    release_id: str
+    dialect: str  # chat
+    body: bytes
+    stream: bool
+    headers: Mapping[str, str] = field(default_factory=dict)
+    priority: int = 0  # 0 live; 1 evaluation; 2 probe
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """First: status and headers of the answer (content-type, retry-after, the provider's own request id …)."""
+
+    status: int
+    headers: Mapping[str, str]
+    upstream_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Then any number of these: bytes for the client, untouched. `terminal` marks the one with the dialect's end marker.
+
+    A terminal piece is held back until the record's commit; an answer that is not streamed is one terminal piece.
+    """
+
+    data: bytes
+    terminal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Last: what the engine knows of its answer beyond the bytes. All None for an engine that gives no tokens."""
+
+    choices: tuple[Choice, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    sampling: Sampling | None = None
+    usage: Usage | None = None
+    model: str | None = None
+    untrainable: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """What a resolver finds for a release id: `kind` base | lora | full and the verified files."""
+
+    kind: str
+    files: Mapping[str, Path]
+    meta: Mapping[str, object]
+
+
+Resolver = Callable[[str], WeightFiles]
+"""Release or candidate id to its weight files; MissingError when unknown. Blocking."""
+
+
+class Engine(Protocol):
+    def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
+        """Head, Pieces, Answer, in that order. Raises EngineError or ContextError before Head when nothing ran.
+
+        An error after Head ends the iterator by an exception: the caller drops the client's socket. Closing the
+        iterator early stops the work within a second.
+        """
+
+    async def load(self, release_id: str) -> None:
+        """Make a release resident before it is served. EngineError when it cannot be."""
+
+    async def rate(
+        self, release_id: str, sequences: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> list[list[float]]:
+        """Log-probs (temperature 1) of given tokens from `starts[i]` on; EngineError from an engine that cannot."""
+
+    async def ready(self) -> bool:
+        """Whether it can answer now."""
+
+    async def close(self) -> None: ...

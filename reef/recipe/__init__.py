@@ -1,0 +1,48 @@
+"""The contract a method fills in. A recipe is a frozen dataclass whose fields are its YAML keys.
+
+Knows: experience in, batches out, and which part (`weights` or `harness`) it improves.
+Does not know: HTTP, the store, the chain, when it is called, or whether its candidate will be accepted.
+
+A weights recipe names an objective (a dotted path to `trainers.local.objective.Objective`, loaded only by the trainer
+process, so that the recipe itself imports no torch); a harness recipe proposes an edit of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from reef.core.nouns import Batch, Json, PartName, Unit
+from reef.harness.tree import Entry, Mutation
+
+RECIPES = {
+    "record": "reef.recipe.record:RecordRecipe",
+    "sao": "recipes.sao.recipe:SAORecipe",
+    "feedback_rules": "recipes.feedback_rules.recipe:FeedbackRules",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Where the trainer finds the loss, and its arguments (plain JSON)."""
+
+    path: str
+    options: Mapping[str, Json]
+
+
+class Recipe(Protocol):
+    part: ClassVar[PartName | None]  # None: records only, never learns
+    max_staleness: int | None  # None: evaluate_every * patience
+
+    def batch(self, units: Sequence[Unit]) -> Batch | None:
+        """The units to learn from next, or None when there are too few. `units` are ready, fresh and not yet used."""
+
+    def objective(self) -> Objective:
+        """For part `weights`: the loss that a step minimises."""
+
+    def propose(self, batch: Batch, tree: Sequence[Entry]) -> Sequence[Mutation]:
+        """For part `harness`: the edit this batch suggests; empty when it suggests none."""
+
+
+__all__ = ["RECIPES", "Any", "Batch", "Entry", "Mutation", "Objective", "Recipe", "Unit"]
