@@ -125,7 +125,7 @@ async def load(url: str, token: str, done: asyncio.Event, seen: Seen) -> None:
         await asyncio.gather(*(user(number) for number in range(CLIENTS)))
 
 
-async def arm(url: str, token: str, swaps: int, pause: float, swap) -> Seen:  # noqa: ANN001
+async def arm(url: str, token: str, swaps: int, pause: float, swap) -> Seen:
     """One stretch under load with so many swaps, `pause` seconds apart (0 swaps: a control as long as 10)."""
     seen, done = Seen(), asyncio.Event()
     users = asyncio.create_task(load(url, token, done, seen))

@@ -1,0 +1,388 @@
+"""`reef teach`: a scripted user teaches the served model a preference, live, and shows what came of it.
+
+Knows: arguments, a server of its own when none runs, the screen, the final tables. Does not know: how a wave goes
+(`lesson`), or anything of the server beyond its HTTP address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reef.cli import options, state
+from reef.cli.api import find
+from reef.cli.preferences import PREFERENCES, Preference
+from reef.core.errors import ConfigError, InputError, WireError
+from reef.core.load import load
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from reef.cli.lesson import Lesson, Measure
+
+REPORTS = 448
+START = 600.0  # seconds a server of our own may take to start; the first start converts the model
+ROWS = 14  # waves on the screen
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    names = "\n".join(f"  {name:10} {one.title}" for name, one in PREFERENCES.items())
+    parser = commands.add_parser(
+        "teach",
+        help="teach the model a preference and watch it learn",
+        description="A scripted user chats over HTTP, checks the answers and reports scores; the served model learns.\n"
+        "Starts a server of its own, in a temporary folder, when none runs.\n\npreferences:\n" + names,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "preferences", nargs="*", metavar="PREFERENCE", help="a name above, or package.module:NAME (default: addition)"
+    )
+    options.server(parser)
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--updates", type=_positive, metavar="N", help="end after about N optimizer steps")
+    length.add_argument("--reports", type=_positive, metavar="N", help=f"end after N reports (default {REPORTS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts' order and the sampling (default 0)")
+    parser.add_argument("--samples", type=_positive, default=4, help="answers a held-out prompt gets (default 4)")
+    parser.add_argument("--abreast", type=_positive, default=16, help="chats at once (default 16)")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="the curve (default: teach-<preference>.png)")
+    parser.add_argument("--no-png", action="store_true", help="draw no curve")
+    options.reading(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    taught = [choose(name) for name in args.preferences or ["addition"]]
+    if args.scenario and len(taught) > 1:
+        raise InputError("--scenario is one scenario; teach one preference at a time in it", param="scenario")
+    target = args.png or Path(f"teach-{'-'.join(one.name for one in taught)}.png")
+    console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 110, soft_wrap=False)
+    lessons: list[Lesson] = []
+    with server(args, console) as (url, token):
+        for preference in taught:
+            lesson = asyncio.run(_lesson(args, preference, url, token, console))
+            lessons.append(lesson)
+            if not args.json:
+                report(lesson, console)
+    picture = None
+    if not args.no_png:
+        from reef.cli.curve import draw
+
+        picture = draw(lessons, target)
+        console.print(f"curve: {picture}", highlight=False)
+    if args.json:
+        print(
+            json.dumps(
+                {"lessons": [document(lesson) for lesson in lessons], "png": str(picture or "") or None}, indent=2
+            )
+        )
+    return 0
+
+
+def choose(name: str) -> Preference:
+    """A built-in preference, or one of the user's own by dotted path."""
+    if name in PREFERENCES:
+        return PREFERENCES[name]
+    if ":" not in name:
+        raise ConfigError(f"no preference {name!r}; there are {', '.join(PREFERENCES)}, or write package.module:NAME")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # the installed program does not have the caller's folder there
+    found = load(name, what="preference")
+    if isinstance(found, Preference):
+        return found
+    raise ConfigError(f"{name} is a {type(found).__name__}, not a reef.cli.preferences.Preference")
+
+
+async def _lesson(
+    args: argparse.Namespace, preference: Preference, url: str, token: str | None, console: Console
+) -> Lesson:
+    import httpx
+
+    from reef.cli.lesson import Lesson, Teacher
+
+    lesson = Lesson(preference, args.scenario or f"teach-{preference.name}-{args.seed}", args.seed)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    limits = httpx.Limits(max_connections=2 * args.abreast)
+    timeout = httpx.Timeout(180.0, connect=5.0, pool=None)
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=timeout) as client:
+        with screen(lesson, console) as watch:
+            teacher = Teacher(client, lesson, samples=args.samples, abreast=args.abreast, watch=watch)
+            reports = args.reports or (REPORTS if args.updates is None else 2**31)
+            await teacher.teach(updates=args.updates, reports=reports, fresh=not args.scenario)
+    return lesson
+
+
+# --- a server of its own ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None]]:
+    """Address and token of the server to teach: the one that runs, or one of our own that ends with this block."""
+    found = find(args)
+    if _answers(found.url):
+        console.print(f"server: {found.url}", highlight=False)
+        yield found.url, found.token
+        return
+    if args.url:
+        raise WireError(f"no server answers on {args.url}; start one with `reef serve`, or leave --url out to get one")
+    with tempfile.TemporaryDirectory(prefix="reef-teach-") as name:
+        folder = Path(name)
+        url = f"http://127.0.0.1:{_free_port()}"
+        with (folder / "serve.log").open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "reef", *_serve(args, url, folder / "state")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "REEF_URL": ""},
+                start_new_session=True,  # Ctrl-C ends the lesson first, and the lesson its server
+            )
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        try:
+            console.print(f"no server runs on {found.url}; starting one on {url} …", highlight=False)
+            _await_start(child, url, folder / "serve.log")
+            yield url, state.read_token(folder / "state") or found.token
+        finally:
+            from reef.cli.serve import stop_child
+
+            stop_child(child)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _serve(args: argparse.Namespace, url: str, folder: Path) -> list[str]:
+    given = ["serve"]
+    if args.config:
+        given += ["-c", str(args.config)]
+    if args.model:
+        given += ["--model", args.model]
+    for name, value in getattr(args, "overrides", ()):
+        given += [f"--{name}", value]
+    return [*given, "--reef.port", url.rpartition(":")[2], "--reef.host", "127.0.0.1", "--reef.state_dir", str(folder)]
+
+
+def _await_start(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START
+    while not _answers(url):
+        if child.poll() is not None or time.monotonic() > deadline:
+            said = log.read_text(errors="replace").strip().splitlines()[-12:]
+            raise WireError("the server did not start; it said:\n" + "\n".join(said))
+        time.sleep(0.1)
+
+
+def _answers(url: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/readyz", timeout=3.0).status_code == 200
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def screen(lesson: Lesson, console: Console) -> Iterator[Any]:
+    """A function to call when the lesson changed: a live table on a terminal, a line a wave elsewhere."""
+    if console.is_terminal:
+        from rich.live import Live
+
+        with Live(console=console, auto_refresh=False) as live:
+            last = [0.0]
+
+            def show(lesson: Lesson) -> None:
+                if time.monotonic() - last[0] > 0.1 or lesson.ended is not None:
+                    last[0] = time.monotonic()
+                    live.update(progress(lesson), refresh=True)
+
+            yield show
+        return
+    console.print(f"{lesson.preference.title} (seed {lesson.seed})", highlight=False)
+    shown = {"waves": 0, "measures": 0}
+
+    def line(lesson: Lesson) -> None:
+        measures = sum(measure is not None for measure in (lesson.base, lesson.after))
+        if measures > shown["measures"]:
+            shown["measures"] = measures
+            if measures == 1 and lesson.base:
+                console.print(
+                    f"held-out, base: {lesson.base.score:.2f} ({lesson.base.answers} answers)", highlight=False
+                )
+        for wave in lesson.waves[shown["waves"] :]:
+            shown["waves"] += 1
+            loss = "" if wave.loss is None else f"  loss {wave.loss:.3f}"
+            left = "" if lesson.left is None else f"  left {clock(lesson.left)}"
+            counts = f"wave {wave.number:3}/{lesson.planned}  reports {wave.reports:4}  score {wave.score:.2f}"
+            rest = f"{loss}  looks {wave.looks}  release {_served(lesson)}  {wave.seconds:.0f} s{left}"
+            console.print(counts + rest, highlight=False)
+
+    yield line
+
+
+def progress(lesson: Lesson) -> RenderableType:
+    """The live table: one row a wave, then what is happening now."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2), header_style="bold", title_justify="left", title_style="bold")
+    table.title = f"{lesson.preference.title}  (scenario {lesson.scenario}, seed {lesson.seed})"
+    for name in ("wave", "reports", "score", "", "loss", "looks", "time"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for wave in lesson.waves[-ROWS:]:
+        loss = "" if wave.loss is None else f"{wave.loss:.3f}"
+        color = "green" if wave.score >= 0.7 else "yellow" if wave.score >= 0.3 else "red"
+        strip = Text("█" * round(24 * wave.score), style=color) + Text("·" * (24 - round(24 * wave.score)), style="dim")
+        row = (
+            str(wave.number),
+            str(wave.reports),
+            f"{wave.score:.2f}",
+            strip,
+            loss,
+            str(wave.looks),
+            clock(wave.seconds),
+        )
+        table.add_row(*row)
+    part = lesson.part
+    doing = f"{lesson.stage}, {lesson.answered} answered" if "learning" not in lesson.stage else lesson.stage
+    learner = f"learner {part.get('state', '?')}, step {part.get('step', 0)}, pending {part.get('pending', 0)}"
+    left = "" if lesson.left is None else f", about {clock(lesson.left)} left"
+    base = "" if lesson.base is None else f"held-out base {lesson.base.score:.2f}   "
+    below = Text(f"\n{base}release {_served(lesson)}   {learner}\n", style="cyan")
+    return Group(table, below, Text(f"{doing}; {clock(lesson.seconds)} so far{left}", style="bold"))
+
+
+def _served(lesson: Lesson) -> str:
+    return f"{lesson.marks[-1].seq} ({lesson.marks[-1].release_id[:8]})" if lesson.marks else "?"
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def report(lesson: Lesson, console: Console) -> None:
+    """Before and after on prompts that were never trained on, and the chain of releases."""
+    from rich.table import Table
+
+    assert lesson.base
+    assert lesson.before
+    assert lesson.after
+    table = Table(title=f"held-out prompts: {lesson.preference.title}", title_justify="left", title_style="bold")
+    for name in ("", "release", "as wanted", "95% between", "answers", "for example"):
+        table.add_column(name, justify="right" if name in ("as wanted", "answers") else "left", overflow="fold")
+    for label, measure in (("base", lesson.base), ("before", lesson.before), ("after", lesson.after)):
+        low, high = interval(measure.score, measure.answers)
+        known = f"{measure.seq} ({measure.release_id[:8]})"
+        example = "(the base)" if label == "before" and measure is lesson.base else _example(measure)
+        table.add_row(label, known, f"{measure.score:.2f}", f"{low:.2f} and {high:.2f}", str(measure.answers), example)
+    console.print(table)
+    chain = Table(title="releases", title_justify="left", title_style="bold")
+    for name in ("seq", "release", "operation", "step", "verdict", "reason", "at"):
+        chain.add_column(name, justify="right" if name in ("seq", "step") else "left", overflow="fold")
+    for release in lesson.releases:
+        evaluation = release.get("evaluation") or {}
+        name = release["release_id"][:8] + (" *" if release.get("current") else "")
+        shown = (release["seq"], name, release["operation"], release["step"], evaluation.get("verdict", ""))
+        chain.add_row(
+            *(str(value) for value in shown), str(evaluation.get("reason", "")), _time(release.get("created_at"))
+        )
+    console.print(chain)
+    updates = lesson.part.get("trained", 0)
+    console.print(
+        f"{lesson.reports} reports, {updates} trained, {lesson.seconds / 60:.1f} minutes; * is served", highlight=False
+    )
+    if spent := waits(lesson):
+        median = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
+        console.print(f"from a batch to its release (median): {median}", highlight=False)
+
+
+def interval(score: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a proportion (Wilson 1927)."""
+    z = 1.96
+    middle = (score + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(score * (1 - score) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def waits(lesson: Lesson) -> dict[str, float]:
+    """Median seconds of each stage over the lesson's releases, as the learner measured them."""
+    stages: dict[str, list[float]] = {}
+    for mark in lesson.marks:
+        for name, seconds in mark.timings.items():
+            stages.setdefault(name, []).append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in stages.items()}
+
+
+def document(lesson: Lesson) -> dict[str, Any]:
+    """The lesson as JSON."""
+    measures = {name: getattr(lesson, name) for name in ("base", "before", "after")}
+    return {
+        "preference": lesson.preference.name,
+        "scenario": lesson.scenario,
+        "seed": lesson.seed,
+        "minutes": round(lesson.seconds / 60, 2),
+        "reports": lesson.reports,
+        "held_out": {name: dataclasses.asdict(measure) for name, measure in measures.items() if measure is not None},
+        "waves": [dataclasses.asdict(wave) for wave in lesson.waves],
+        "marks": [dataclasses.asdict(mark) for mark in lesson.marks],
+        "timings": waits(lesson),
+        "learner": lesson.part,
+        "releases": lesson.releases,
+    }
+
+
+def _example(measure: Measure) -> str:
+    text = measure.examples[0][1].strip().replace("\n", " ") if measure.examples else ""
+    return repr(text if len(text) <= 60 else text[:59] + "…")
+
+
+def _time(value: Any) -> str:
+    return (
+        time.strftime("%H:%M:%S", time.localtime(value)) if isinstance(value, int | float) else str(value or "")[11:19]
+    )
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+__all__: Sequence[str] = (
+    "add",
+    "choose",
+    "document",
+    "interval",
+    "progress",
+    "report",
+    "run",
+    "screen",
+    "server",
+    "waits",
+)

@@ -1,0 +1,137 @@
+"""The file: many processes at once on nothing, files that are not ours, folders that cannot be written."""
+
+import asyncio
+import os
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from reef.core.errors import StoreError
+from reef.records import schema
+from reef.records.board import Board
+from reef.records.sqlite import SqliteStore
+
+
+def child(work):
+    """Run in a forked process; its exit status (1 when it raised)."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_eight_processes_start_on_an_empty_file(tmp_path):
+    path = tmp_path / "deep" / "records.db"
+    code = f"from pathlib import Path; from reef.records.schema import migrate; migrate(Path({str(path)!r}))"
+    running = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(8)]
+    assert [process.communicate()[1] for process in running] == [b""] * 8
+    assert [process.returncode for process in running] == [0] * 8
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.MIGRATIONS),)
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_every_commit_is_synced(tmp_path):
+    schema.migrate(tmp_path / "records.db")
+    assert schema.connect(tmp_path / "records.db").execute("PRAGMA synchronous").fetchone() == (2,)
+
+
+def test_a_half_made_migration_is_made_whole(tmp_path, monkeypatch):
+    path = tmp_path / "records.db"
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE more (a); CREATE TABLE events (a);"))
+    with pytest.raises(StoreError, match="already exists"):
+        schema.migrate(path)
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS[:-1], "CREATE TABLE more (a);"))
+    schema.migrate(path)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.MIGRATIONS),)
+
+
+async def test_a_file_that_is_not_a_database(tmp_path):
+    path = tmp_path / "records.db"
+    path.write_bytes(b"this is a text file, not a database" * 50)
+    with pytest.raises(StoreError, match=r"not a record store.*move it away"):
+        await SqliteStore(path, owner="a").start()
+    with pytest.raises(StoreError, match="not a record store"):
+        Board(path)
+    assert path.read_bytes().startswith(b"this is a text file")
+
+
+def test_another_programs_database_and_a_newer_one(tmp_path):
+    path = tmp_path / "records.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE theirs (a)")
+    with pytest.raises(StoreError, match="another program's"):
+        schema.migrate(path)
+    path.unlink()
+    schema.migrate(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    with pytest.raises(StoreError, match="newer Reef"):
+        schema.migrate(path)
+
+
+def test_a_folder_or_file_without_write_access():
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "records.db"
+    schema.migrate(path)
+    path.chmod(0o444)
+    folder.chmod(0o777)
+    path.with_name("records.db-lock").chmod(0o666)
+
+    def ordinary():
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+
+    def read_only_file():
+        ordinary()
+        with pytest.raises(StoreError, match=r"read-only|cannot open"):
+            Board(path).create_scenario("a", {})
+
+    def read_only_folder():
+        folder.chmod(0o555)
+        ordinary()
+        with pytest.raises(StoreError, match="cannot write in"):
+            schema.migrate(folder / "new.db")
+
+    try:
+        assert child(read_only_file) == 0
+        assert child(read_only_folder) == 0
+    finally:
+        folder.chmod(0o777)
+        shutil.rmtree(folder)
+
+
+def test_a_disk_that_refuses_writes_for_a_while(tmp_path, record):
+    path = tmp_path / "records.db"
+
+    async def main():
+        store = SqliteStore(path, owner="a")
+        await store.start()
+        await store.append(record())
+        size = path.with_name("records.db-wal").stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9000, resource.RLIM_INFINITY))
+        big = record(request=os.urandom(60_000))
+        with pytest.raises(StoreError, match="nothing was half stored"):
+            await store.append(big)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert len(await store.events("default", 0, 9)) == 1
+        await store.append(big)
+        assert await store.get([big.id]) == [big]
+        await store.close()
+
+    assert child(lambda: asyncio.run(main())) == 0
