@@ -1,0 +1,120 @@
+"""A small client of a running server, for the commands.
+
+Knows: where a server is likely to be (flags, REEF_URL and REEF_TOKEN, the configuration, the state folder), and how its
+errors read. Does not know: any command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reef.cli import options, state
+from reef.config import Settings
+from reef.core.errors import AuthError, ConflictError, InputError, MissingError, ReefError, RightError, WireError
+
+if TYPE_CHECKING:
+    import httpx
+
+_ERRORS: dict[int, type[ReefError]] = {
+    400: InputError,
+    401: AuthError,
+    403: RightError,
+    404: MissingError,
+    409: ConflictError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the server is (or would be), its token, and the scenario meant."""
+
+    url: str
+    token: str | None
+    scenario: str
+    state_dir: Path
+
+
+def find(args: argparse.Namespace) -> Found:
+    """From flags, environment, configuration and state folder, in that order."""
+    settings = options.load(args).settings
+    url = getattr(args, "url", None) or os.environ.get("REEF_URL") or address(settings)
+    token = (
+        getattr(args, "token", None)
+        or os.environ.get("REEF_TOKEN")
+        or settings.reef.token
+        or state.read_token(settings.reef.state_dir)
+    )
+    scenario = getattr(args, "scenario", None) or settings.reef.default_scenario
+    return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, settings.reef.state_dir)
+
+
+def address(settings: Settings) -> str:
+    """What the server that holds this state folder wrote down, else what the configuration says."""
+    folder = settings.reef.state_dir
+    try:
+        written = (folder / "run" / "address").read_text().strip()
+    except OSError:
+        written = ""
+    return written if written and state.held(folder) else _configured(settings)
+
+
+def _configured(settings: Settings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.reef.host, settings.reef.host)  # noqa: S104
+    return f"http://{host}:{settings.reef.port}"
+
+
+class Api:
+    """Requests with the token; failures are raised as Reef's errors, with a next step."""
+
+    def __init__(self, found: Found) -> None:
+        import httpx
+
+        self.found = found
+        headers = {"authorization": f"Bearer {found.token}"} if found.token else {}
+        self.client: httpx.Client = httpx.Client(
+            base_url=found.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0)
+        )
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    def get(self, path: str, **parameters: Any) -> Any:
+        return self._send("GET", path, params={k: v for k, v in parameters.items() if v is not None})
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._send("POST", path, json=body)
+
+    def _send(self, method: str, path: str, **more: Any) -> Any:
+        import httpx
+
+        try:
+            answer = self.client.request(method, path, **more)
+        except (httpx.ConnectError, httpx.ConnectTimeout):
+            raise WireError(
+                f"no server answers on {self.found.url}; start one with `reef serve`, or name one with --url"
+            ) from None
+        except httpx.HTTPError as error:
+            raise WireError(f"{self.found.url} did not answer: {type(error).__name__}; see the server's logs") from None
+        if answer.is_success:
+            return answer.json()
+        raise _ERRORS.get(answer.status_code, ReefError)(_message(answer))
+
+
+def connect(args: argparse.Namespace) -> Api:
+    """A client of the server that the arguments mean; nothing is sent yet."""
+    return Api(find(args))
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered {answer.status_code}: {answer.text[:200]}"

@@ -1,0 +1,421 @@
+"""The only place where everything is put together: each process from the rooms' constructors.
+
+Knows: every room. Does not know: what any of them does inside.
+
+- `prepare`: before anything runs; the model, the chain, the scenarios. The configuration was checked by then (`bind`).
+- `gateway`, `engine`, `learner`, `trainer`, `recover`: one child process each.
+- Rooms are imported where they are used, so that a gateway or learner never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from reef.cli import process
+from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy
+from reef.cli.process import Boot
+from reef.config import ScenarioSettings, Settings
+from reef.config import check as rules
+from reef.config.file import Place, Where
+from reef.config.settings import EngineSettings
+from reef.core.errors import ConfigError, MissingError
+from reef.core.load import load
+from reef.core.nouns import Serving
+from reef.core.rpc import Client
+
+if TYPE_CHECKING:
+    from reef.core.nouns import Record, Release
+    from reef.engines import Engine, Resolver, WeightFiles
+    from reef.loop.binding import Binding
+    from reef.records import RecordStore
+    from reef.records.board import Board
+    from reef.releases import NewPart
+    from reef.releases.chain import GitChain
+    from reef.trainers import Trainer
+
+EMBEDDED = "smollm2-135m"
+log = logging.getLogger(__name__)
+
+
+# --- shared pieces ----------------------------------------------------------------------------------------------------
+
+
+def _settings(boot: Boot) -> Settings:
+    return Settings.model_validate(boot.settings)
+
+
+def _nowhere(where: Where) -> Place:
+    return Place("the request")
+
+
+def open_chain(state: Path) -> GitChain:
+    """The chain as it is, without repairs (see `prepare` and `recover`)."""
+    from reef.releases.chain import GitChain
+
+    return GitChain(state / "releases.git")
+
+
+def open_board(state: Path) -> Board:
+    from reef.records.board import Board
+
+    return Board(state / "records.db")
+
+
+def _resolver(chain: GitChain) -> Resolver:
+    from reef.engines import WeightFiles as Found
+
+    def resolve(release_id: str) -> WeightFiles:
+        part = chain.get(release_id).parts["weights"]
+        return Found(part.kind, chain.files(release_id, "weights"), part.meta)
+
+    return resolve
+
+
+def _base(boot: Boot, settings: Settings, engine: str) -> NewPart:
+    """The weights of seq 0: a name and digest, no tensors."""
+    from reef.releases import NewPart
+
+    chosen = settings.engine(engine)
+    if boot.model is not None and chosen.kind == "local":
+        base = {"name": boot.model["name"], "digest": boot.model["digest"]}
+    elif chosen.kind == "upstream":
+        base = {"name": chosen.model or urlsplit(chosen.url or "").hostname or engine, "digest": ""}
+    else:
+        base = {"name": engine, "digest": "0" * 64}
+    meta = {"base": base, "kind": "base", "rank": 0, "alpha": 0}
+    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+    return NewPart("base", {"weights.json": text.encode()}, meta)
+
+
+def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
+    from reef.engines import ENGINES
+
+    made: dict[str, Engine] = {}
+    for name in engine_names(settings):
+        chosen = settings.engine(name)
+        kind = load(ENGINES.get(chosen.kind, chosen.kind), what="engine")
+        if chosen.kind == "local":
+            assert boot.model is not None
+            made[name] = kind(boot.run / "engine.sock", model=boot.model["name"])
+        elif chosen.kind == "upstream":
+            made[name] = kind(chosen.url, key=os.environ.get(chosen.key_env or ""), model=chosen.model)
+        else:
+            made[name] = kind(**chosen.options)
+    return made
+
+
+def _scenario(settings: Settings, name: str, created: Mapping[str, Any]) -> ScenarioSettings:
+    """A scenario as it runs: from the file, or as it was created. ConfigError when that no longer fits the file."""
+    return rules.scenario(settings, name, created, dict(created), _nowhere)
+
+
+def _bound(settings: Settings, name: str, created: Mapping[str, Any]) -> Bound:
+    return bind(settings, _scenario(settings, name, created), _nowhere)
+
+
+def _create(
+    boot: Boot, settings: Settings, chain: GitChain, board: Board, name: str, created: Mapping[str, Any]
+) -> Serving:
+    """A scenario with its first release; `created` is what a request made it with, checked like the file."""
+    from reef.scenario import serving
+
+    if name not in settings.scenarios:
+        harmless(settings, _scenario(settings, name, created))
+    bound = _bound(settings, name, created)
+    board.create_scenario(name, dict(created))
+    return serving.ensure(name, chain, board, _base(boot, settings, bound.settings.engine), bound.label)
+
+
+# --- before anything runs ---------------------------------------------------------------------------------------------
+
+
+def prepare(boot: Boot) -> dict[str, str] | None:
+    """Model, chain and scenarios, made or repaired. Returns the model's path, name and digest, if one is local.
+
+    Runs in a process of its own while nothing else does: the first conversion of the model takes a while and memory.
+    """
+    settings = _settings(boot)
+    if (engine := local_engine(settings)) is not None:
+        from reef.engines.local.folder import prepare as find
+
+        folder = find(engine.model or settings.reef.model or EMBEDDED)
+        boot = dataclasses.replace(boot, model={"path": str(folder.path), "name": folder.name, "digest": folder.digest})
+    state = settings.reef.state_dir
+    chain = open_chain(state)
+    for sentence in chain.open():
+        log.warning("%s", sentence)
+    board = open_board(state)
+    for name in (settings.reef.default_scenario, *settings.scenarios):
+        _create(boot, settings, chain, board, name, board.scenarios().get(name, {}))
+    from reef.scenario import serving
+
+    for name in board.scenarios():
+        serving.align(name, chain, board)
+        _fits(boot, settings, chain, name, board.scenarios()[name])
+    board.close()
+    return boot.model
+
+
+def _fits(boot: Boot, settings: Settings, chain: GitChain, name: str, created: Mapping[str, Any]) -> None:
+    """Refuse to serve a chain that was trained on another base model."""
+    head = chain.head(name)
+    try:
+        engine = _scenario(settings, name, created).engine
+    except ConfigError as error:
+        log.warning("the scenario %s cannot be used with this configuration: %s", name, error.message)
+        return
+    if head is None or boot.model is None or settings.engine(engine).kind != "local":
+        return
+    base = head.parts["weights"].meta.get("base") or {}
+    if base.get("digest") not in ("", boot.model["digest"]):
+        raise ConfigError(
+            f"the releases of scenario {name} in {settings.reef.state_dir} belong to the model {base.get('name')}, "
+            f"not to {boot.model['name']}; use that model, or another folder with --reef.state_dir FOLDER",
+            param="reef.model",
+        )
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+def gateway(boot: Boot) -> None:
+    """One HTTP worker on the shared listening socket, until SIGTERM and the end of what is in work."""
+    import uvloop
+
+    uvloop.run(_serve(boot))
+
+
+async def _serve(boot: Boot) -> None:
+    from reef.gateway.auth import Token, Tokens
+    from reef.gateway.context import Context, Limits
+    from reef.gateway.serve import serve
+    from reef.records.sqlite import SqliteStore
+    from reef.scenario.serving import Watch
+
+    settings = _settings(boot)
+    reef, state = settings.reef, settings.reef.state_dir
+    chain, board = open_chain(state), open_board(state)
+    engines = _engines(boot, settings)
+    async with AsyncExitStack() as stack:
+        store = SqliteStore(state / "records.db", owner=process.owner("gateway"))
+        await store.start()
+        stack.push_async_callback(store.close)
+        for made in engines.values():
+            stack.push_async_callback(made.close)
+        learner = Client(boot.run / "learner.sock")
+        stack.push_async_callback(learner.close)
+        scenarios = _Scenarios(settings, board)
+
+        async def engine_ready() -> bool:
+            return await engines[scenarios.engine(reef.default_scenario)].ready()
+
+        async def store_ready() -> bool:
+            await asyncio.to_thread(board.version)
+            return True
+
+        context = Context(
+            store=store,
+            board=board,
+            watch=Watch(board),
+            chain=chain,
+            engines=engines,
+            engine_of=lambda name: (scenarios.engine(name), engines[scenarios.engine(name)]),
+            tokens=Tokens([(reef.token, Token("operator"))], free=reef.auth == "none"),
+            ensure_scenario=lambda name, created: _create(boot, settings, chain, board, name, created),
+            learner=learner,
+            engine_ready=engine_ready,
+            store_ready=store_ready,
+            recipe_of=scenarios.recipe,
+            models=_models(boot, settings),
+            default_scenario=reef.default_scenario,
+            create_scenarios=reef.create_scenarios,
+            fixed=frozenset(settings.scenarios),
+            limits=Limits(**settings.limits.model_dump()),
+        )
+        await serve(context, socket.socket(fileno=process.fd("HTTP")))
+
+
+class _Scenarios:
+    """What a gateway needs of each scenario's settings, worked out once."""
+
+    def __init__(self, settings: Settings, board: Board) -> None:
+        self._settings = settings
+        self._board = board
+        self._known: dict[str, tuple[str, str]] = {}  # name -> (engine, recipes as people write them)
+
+    def engine(self, name: str) -> str:
+        return self._find(name)[0]
+
+    def recipe(self, name: str) -> str | None:
+        return self._find(name)[1]
+
+    def _find(self, name: str) -> tuple[str, str]:
+        if (found := self._known.get(name)) is None:
+            scenario = _scenario(self._settings, name, self._board.scenarios().get(name, {}))
+            found = scenario.engine, " + ".join(use.recipe for use in scenario.recipes)
+            self._known[name] = found
+        return found
+
+
+def _models(boot: Boot, settings: Settings) -> tuple[str, ...]:
+    """What GET /v1/models lists: the local model, what upstreams are asked for, and the aliases."""
+    names = []
+    for name in engine_names(settings):
+        chosen = settings.engine(name)
+        local = boot.model["name"] if boot.model is not None and chosen.kind == "local" else None
+        names.append(local or chosen.model or name)
+    return tuple(dict.fromkeys((*names, *settings.models)))
+
+
+def learner(boot: Boot) -> None:
+    """A task for each scenario, until SIGTERM."""
+    asyncio.run(_learn(boot))
+
+
+async def _learn(boot: Boot) -> None:
+    from reef.loop.binding import Binding, Tools
+    from reef.loop.learner import Learner
+    from reef.loop.ledger import Ledger
+    from reef.records.sqlite import SqliteStore
+
+    settings = _settings(boot)
+    state = settings.reef.state_dir
+    chain, board = open_chain(state), open_board(state)
+    engines = _engines(boot, settings)
+    trainer = _trainer(boot, settings)
+    known: dict[str, tuple[Mapping[str, Any], Binding]] = {}
+    async with AsyncExitStack() as stack:
+        store = SqliteStore(state / "records.db", owner=process.owner("learner"))
+        await store.start()
+        stack.push_async_callback(store.close)
+        stack.push_async_callback(trainer.close)
+        for made in engines.values():
+            stack.push_async_callback(made.close)
+        ledger = Ledger(state / "learn.db")
+        stack.callback(ledger.close)
+
+        def binding(name: str) -> Binding:
+            """A scenario's binding; kept (with what its gate has cached) until its settings change."""
+            created = board.scenarios().get(name, {})
+            if name not in known or known[name][0] != created:
+                bound = _bound(settings, name, created)
+                chosen = engines[bound.settings.engine]
+                evaluator = policy(
+                    bound.settings,
+                    engine=chosen,
+                    base_id=_first(chain, name),
+                    prompts=_recent(store, name),
+                    renders=lambda release: _rules(chain, release),
+                    model=settings.engine(bound.settings.engine).model,
+                )
+                gate, mode = bound.settings.gate, bound.settings.releases.mode
+                known[name] = (
+                    created,
+                    Binding(
+                        name, bound.recipes, bound.names, evaluator, chosen, gate.evaluate_every, gate.patience, mode
+                    ),
+                )
+            return known[name][1]
+
+        tools = Tools(store, chain, board, ledger, trainer, state / "training")
+        await Learner(tools, binding).run(socket.socket(fileno=process.fd("LEARNER")))
+
+
+def _trainer(boot: Boot, settings: Settings) -> Trainer:
+    from reef.trainers import TRAINERS
+
+    backend, given = settings.training.backend, settings.training.options
+    made_of = load(TRAINERS.get(backend, backend), what="trainer")
+    if backend == "local":
+        return cast("Trainer", made_of(boot.run / "trainer.sock"))
+    if backend == "fake":
+        return cast("Trainer", made_of(settings.reef.state_dir / "training", **given))
+    return cast("Trainer", made_of(**given))
+
+
+def _first(chain: GitChain, name: str) -> str:
+    """The id of a scenario's release number 0."""
+    before: str | None = None
+    while page := chain.history(name, limit=200, before=before):
+        before = page[-1].id
+    if before is None:
+        raise MissingError(f"no scenario {name}", param="scenario")
+    return before
+
+
+def _recent(store: RecordStore, name: str) -> Callable[[], Awaitable[Sequence[Record]]]:
+    from reef.core.nouns import Record as Exchange
+    from reef.records import Query
+
+    async def recent() -> Sequence[Record]:
+        page = await store.find(Query(name, status="complete", purpose="live", limit=200))
+        return [entry for _, entry in page if isinstance(entry, Exchange)]
+
+    return recent
+
+
+def _rules(chain: GitChain, release: Release) -> str | None:
+    from reef.harness import tree
+
+    if "harness" not in release.parts:
+        return None
+    return tree.render_rules(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))
+
+
+def engine(boot: Boot) -> None:
+    """The embedded model, until SIGTERM. The only process that answers with torch."""
+    from reef.engines.local.server import Options, run
+
+    settings = _settings(boot)
+    assert boot.model is not None
+    chosen = local_engine(settings) or EngineSettings(kind="local")
+    chain = open_chain(settings.reef.state_dir)
+    listener = socket.socket(fileno=process.fd("ENGINE"))
+    given = {"model": boot.model["name"], "digest": boot.model["digest"], **chosen.options}
+    run(listener, Path(boot.model["path"]), _resolver(chain), Options(**given))
+
+
+def trainer(boot: Boot) -> None:
+    """The trainer, at the lowest priority, until SIGTERM."""
+    from reef.trainers.local.server import run
+
+    settings = _settings(boot)
+    assert boot.model is not None
+    state = settings.reef.state_dir
+    listener = socket.socket(fileno=process.fd("TRAINER"))
+    run(listener, Path(boot.model["path"]), state / "training", _resolver(open_chain(state)))
+
+
+def recover(boot: Boot) -> None:
+    """Close what dead gateways left open, and repair the chain. Runs at the start and after each death."""
+    settings = _settings(boot)
+    run_id, dead = os.environ["REEF_RUN"], os.environ["REEF_DEAD"].split(",")
+
+    def alive(owner: str) -> bool:
+        incarnation = owner.rsplit("-", 1)[-1]
+        return incarnation.startswith(run_id) and incarnation not in dead
+
+    async def close() -> int:
+        from reef.records.sqlite import SqliteStore
+
+        store = SqliteStore(settings.reef.state_dir / "records.db", owner=process.owner("recover"))
+        await store.start()
+        try:
+            return await store.recover(alive)
+        finally:
+            await store.close()
+
+    for sentence in open_chain(settings.reef.state_dir).open():
+        log.warning("%s", sentence)
+    if count := asyncio.run(close()):
+        log.info("closed %d records that a dead gateway left open", count)

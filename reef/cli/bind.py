@@ -1,0 +1,147 @@
+"""The configuration's second stage: what needs the other rooms to be checked.
+
+Knows: which recipes, engines, trainers and policies exist, and what a recipe needs of its engine and gate.
+Does not know: processes, folders, the chain. Everything here is made and thrown away: nothing is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from reef.config import ScenarioSettings, Settings, Use
+from reef.config import check as rules
+from reef.config.file import Where
+from reef.config.settings import EngineSettings
+from reef.core.errors import ConfigError
+from reef.core.load import load
+from reef.core.nouns import PartName
+
+if TYPE_CHECKING:
+    from reef.evaluation import Evaluator
+    from reef.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A scenario's settings with its recipes made. `names` is how each recipe is written in a release."""
+
+    settings: ScenarioSettings
+    recipes: Mapping[PartName, Recipe]
+    names: Mapping[PartName, str]
+
+    @property
+    def label(self) -> str:
+        return " + ".join(self.names.values()) or "record"
+
+
+def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -> dict[str, Bound]:
+    """Everything that needs the other rooms: names, recipes and their fields, keys that must be set.
+
+    Returns the default scenario and those of the file, bound. ConfigError names the place.
+    """
+    from reef.engines import ENGINES
+    from reef.trainers import TRAINERS
+
+    rules.choice(("training", "backend"), settings.training.backend, TRAINERS, lookup, "trainer")
+    for name, engine in settings.engines.items():
+        rules.choice(("engines", name, "kind"), engine.kind, ENGINES, lookup, "kind of engine")
+        if engine.key_env and not os.environ.get(engine.key_env):
+            where: Where = ("engines", name, "key_env")
+            raise ConfigError(
+                f"{lookup(where)}: the key of engine {name} is read from {engine.key_env}, which is not set; export it"
+            )
+        if engine.kind == "local":
+            from reef.engines.local.server import Options
+
+            rules.arguments(Options, engine.options, ("engines", name, "options"), "local engine", lookup)
+    local = {name for name in engine_names(settings) if settings.engine(name).kind == "local"}
+    if len(local) > 1:
+        raise ConfigError(f"there can be one engine of kind local, not {', '.join(sorted(local))}; one process runs it")
+    found = {}
+    for name in (settings.reef.default_scenario, *settings.scenarios):
+        within = ("scenarios", name) if name in settings.scenarios else ()
+        found[name] = bind(settings, rules.scenario(settings, name, None, values, lookup), lookup, within)
+    return found
+
+
+def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, within: Where = ()) -> Bound:
+    """Make a scenario's recipes and check what they need of its engine and gate."""
+    from reef.evaluation import POLICIES
+
+    rules.choice((*within, "gate", "policy"), scenario.gate.policy, POLICIES, lookup, "policy")
+    kind = settings.engine(scenario.engine).kind
+    if kind == "local" and (scenario.model or settings.reef.model) != settings.reef.model:
+        raise ConfigError(
+            f"{lookup((*within, 'model'))}: a server has one local model; remove the model of scenario {scenario.name}"
+        )
+    recipes: dict[PartName, Recipe] = {}
+    names: dict[PartName, str] = {}
+    floor = scenario.gate.evaluate_every * scenario.gate.patience
+    for use in scenario.recipes:
+        made = _recipe(use, floor, lookup)
+        part = type(made).part
+        if part is None:
+            continue
+        if part in recipes:
+            raise ConfigError(
+                f"{lookup(use.where)}: {names[part]} and {use.recipe} both improve the {part}; keep one of them"
+            )
+        if part == "weights" and kind == "upstream":
+            raise ConfigError(
+                f"{lookup(use.where)}: the recipe {use.recipe} trains weights, and those of engine {scenario.engine} "
+                "are not ours; use engine: local, or a recipe that needs no weights (recipe: record)"
+            )
+        recipes[part], names[part] = made, use.recipe
+    try:
+        policy(scenario, engine=None, base_id="")
+    except ConfigError as error:
+        raise ConfigError(f"{lookup((*within, 'gate'))}: {error.message}", param=error.param) from None
+    return Bound(scenario, recipes, names)
+
+
+def policy(scenario: ScenarioSettings, **given: Any) -> Evaluator:
+    from reef.evaluation import POLICIES
+
+    gate = scenario.gate
+    made_of = load(POLICIES.get(gate.policy, gate.policy), what="policy")
+    return cast("Evaluator", made_of(**given, suite=gate.suite, options=gate.options))
+
+
+def _recipe(use: Use, floor: int, lookup: rules.Lookup) -> Recipe:
+    from reef.recipe import RECIPES
+
+    where = (*use.where, "recipe") if len(use.where) < 3 else use.where
+    rules.choice(where, use.recipe, RECIPES, lookup, "recipe")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for a recipe of the caller's own
+    try:
+        made_of = load(RECIPES.get(use.recipe, use.recipe), what="recipe")
+    except ConfigError as error:
+        raise ConfigError(f"{lookup(where)}: {error.message}", param="recipe") from None
+    return cast("Recipe", rules.recipe(made_of, use, floor, lookup))
+
+
+def engine_names(settings: Settings) -> list[str]:
+    """The engines in use: every one under `engines`, and what the scenarios name."""
+    named = [settings.reef.engine, *(s.engine for s in settings.scenarios.values() if s.engine), *settings.engines]
+    return list(dict.fromkeys(named))
+
+
+def local_engine(settings: Settings) -> EngineSettings | None:
+    """The settings of the embedded engine, when a scenario may use it."""
+    return next((settings.engine(n) for n in engine_names(settings) if settings.engine(n).kind == "local"), None)
+
+
+def harmless(settings: Settings, wanted: ScenarioSettings) -> None:
+    """A request may choose among what the configuration names; it cannot load other code or read other files."""
+    own = [settings.scenario(name) for name in (settings.reef.default_scenario, *settings.scenarios)]
+    paths = {use.recipe for scenario in own for use in scenario.recipes} | {scenario.gate.policy for scenario in own}
+    for path in (*(use.recipe for use in wanted.recipes), wanted.gate.policy):
+        if ":" in path and path not in paths:
+            raise ConfigError(f"{path} is not named in this server's configuration; a request cannot load code")
+    if wanted.gate.suite not in (None, *(scenario.gate.suite for scenario in own)):
+        raise ConfigError("gate.suite: a request cannot name files of the server; name the suite in its configuration")

@@ -1,0 +1,132 @@
+"""`reef doctor`: is everything here that `reef serve` needs, and if not, what to do.
+
+Knows: what to look at, one line each. Does not know: how to repair it by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from reef.cli import options, show, state
+from reef.config import Loaded
+from reef.core.errors import ReefError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    what: str
+    ok: bool | None  # None: worth knowing, not needed
+    note: str
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check that everything a server needs is here",
+        description="Check python, packages, model, port, state folder, git. Exit code 1 when something is missing.",
+    )
+    options.configuration(parser)
+    options.reading(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = list(examine(args))
+    failed = any(item.ok is False for item in findings)
+    if args.json:
+        show.dump({"ok": not failed, "findings": [asdict(item) for item in findings]})
+    else:
+        show.table(
+            ["", "what", "finding"],
+            [[{True: "ok", False: "MISSING", None: "note"}[item.ok], item.what, item.note] for item in findings],
+        )
+    return 1 if failed else 0
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    yield Finding("python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)")
+    yield _program("git", needed=True)
+    yield _program("git-lfs", needed=False)
+    try:
+        loaded = options.load(args)
+    except ReefError as error:
+        yield Finding("configuration", False, error.message)
+        return
+    from reef.cli import assemble, bind
+
+    def checked() -> str:
+        bind.check(loaded.settings, loaded.values, loaded.place)
+        return str(loaded.file) if loaded.file else "defaults (no reef.yaml here)"
+
+    yield _try("configuration", checked)
+    if (engine := bind.local_engine(loaded.settings)) is not None:
+        yield _torch()
+        name = engine.model or loaded.settings.reef.model or assemble.EMBEDDED
+        yield _try("model", lambda: _model(name))
+    folder = loaded.settings.reef.state_dir
+    yield _try("state folder", lambda: _folder(loaded))
+    if folder.is_dir() and state.held(folder):
+        yield Finding("port", None, "a server runs on this state folder now, so its port was not tried")
+    else:
+        yield _try("port", lambda: _port(loaded))
+
+
+def _program(name: str, *, needed: bool) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        why = "the release chain is a git repository" if needed else "to clone the release chain with its weights"
+        return Finding(name, False if needed else None, f"not found; install it ({why})")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    return Finding(name, True, said.splitlines()[0] if said else path)
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", True, importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            "torch", False, "the local engine needs it; pip install 'reef-learn[local]', or use --model openai/…"
+        )
+
+
+def _try(what: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, True, check())
+    except ReefError as error:
+        return Finding(what, False, error.message)
+
+
+def _model(name: str) -> str:
+    from reef.engines.local.folder import prepare
+
+    found = prepare(name)
+    return f"{found.name} in {found.path}"
+
+
+def _folder(loaded: Loaded) -> str:
+    folder = loaded.settings.reef.state_dir
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise ReefError(f"{parent} cannot be written ({error.strerror}); choose --reef.state_dir FOLDER") from None
+    free = shutil.disk_usage(parent).free / 2**30
+    return f"{folder.absolute()}, {free:.1f} GiB free"
+
+
+def _port(loaded: Loaded) -> str:
+    reef = loaded.settings.reef
+    listener = state.bind(reef.host, reef.port)
+    listener.close()
+    return f"{reef.host}:{reef.port} is free"

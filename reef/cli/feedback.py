@@ -1,0 +1,44 @@
+"""`reef report`: feedback on answers, by their receipts.
+
+Knows: how to write a report's body from flags. Does not know: what the feedback is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from reef.cli import options, show
+from reef.cli.api import connect
+from reef.core.errors import InputError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="report on an answer by its receipt",
+        description="Report on one or more answers. A receipt is an answer's x-reef-agent-record-id header.",
+    )
+    parser.add_argument("references", nargs="+", metavar="RECEIPT")
+    parser.add_argument("--score", type=float, help="how good it was, a number")
+    parser.add_argument("--feedback", help="what was wrong or right, in words")
+    parser.add_argument("--fix", metavar="TEXT", help="what the answer should have been")
+    parser.add_argument("--choice", type=int, help="which choice of an answer with several, from 0")
+    options.server(parser, scenario=False)
+    options.reading(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    body = {"score": args.score, "feedback": args.feedback, "demonstration": args.fix, "choice": args.choice}
+    if args.score is None and args.feedback is None and args.fix is None:
+        raise InputError("nothing to report; give --score, --feedback or --fix")
+    given = {name: value for name, value in body.items() if value is not None}
+    with connect(args) as api:
+        answer = api.post("/reef/report", {**given, "references": args.references})
+    if args.json:
+        return show.dump(answer)
+    print(
+        f"{answer['agent_record_id']} in scenario {answer['scenario']}"
+        + (" (known already)" if answer["duplicate"] else "")
+    )
+    return 0

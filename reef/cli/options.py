@@ -1,0 +1,67 @@
+"""What commands share on the command line: the configuration's options, the server's address, `--json`.
+
+Knows: `-c`, `--model`, `--section.key value`, `--url`, `--token`, `--scenario`. Does not know: any command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from reef.config import Loaded
+from reef.config import load as load_config
+from reef.core.errors import ConfigError
+
+_OVERRIDE = re.compile(r"--([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+
+
+def overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The arguments without `--section.key value` (or `--section.key=value`), and those."""
+    rest: list[str] = []
+    found: list[tuple[str, str]] = []
+    place = 0
+    while place < len(arguments):
+        match = _OVERRIDE.fullmatch(arguments[place])
+        if arguments[place] == "--":
+            return rest + list(arguments[place:]), found
+        if match is None:
+            rest.append(arguments[place])
+        elif match.group(2) is not None:
+            found.append((match.group(1), match.group(2)))
+        elif place + 1 < len(arguments):
+            place += 1
+            found.append((match.group(1), arguments[place]))
+        else:
+            raise ConfigError(f"{arguments[place]} needs a value; write {arguments[place]} VALUE")
+        place += 1
+    return rest, found
+
+
+def configuration(parser: argparse.ArgumentParser) -> None:
+    """`-c FILE`, `--model`; and `--section.key value`, which `main` took out of the arguments already."""
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="configuration file (default: ./reef.yaml)")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a model folder, a hub id, the embedded name, openai/NAME or ollama/NAME"
+    )
+
+
+def server(parser: argparse.ArgumentParser, *, scenario: bool = True) -> None:
+    """Where the server is: found from the configuration unless said."""
+    parser.add_argument("--url", help="the server's address (default: $REEF_URL, else the one running here)")
+    parser.add_argument("--token", help="its token (default: $REEF_TOKEN, else the state folder's)")
+    if scenario:
+        parser.add_argument("-s", "--scenario", help="the scenario (default: the configuration's default_scenario)")
+    configuration(parser)
+
+
+def reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    """The configuration that the arguments ask for."""
+    return load_config(
+        getattr(args, "config", None), getattr(args, "overrides", ()), model=getattr(args, "model", None)
+    )

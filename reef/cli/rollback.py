@@ -1,0 +1,85 @@
+"""`reef rollback RELEASE`: an earlier release's parts become the head and are served, without a restart.
+
+Knows: how to ask a server, and how to do it on the state folder when none runs. Does not know: how a rollback works.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from reef.cli import options, show, state
+from reef.cli.api import connect, find
+from reef.core.errors import MissingError, WireError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "rollback",
+        help="serve an earlier release again",
+        description="Make an earlier release's parts the newest release and serve it. Works without a restart, with "
+        "the learner dead, and on the state folder when no server runs.",
+    )
+    parser.add_argument("release", help="a release id, a prefix of 7 or more digits, or a sequence number")
+    parser.add_argument("--reason", default="", help="why; kept in the release")
+    options.server(parser)
+    options.reading(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        head = _ask(args)
+    except WireError:
+        head = _folder(args)
+    if args.json:
+        return show.dump(head)
+    parts, number = (head["base"] or head["release_id"])[:10], f"{head['seq']} ({head['release_id'][:10]})"
+    print(f"{head['scenario']} serves release {number}, with the parts of {parts}")
+    return 0
+
+
+def _ask(args: argparse.Namespace) -> Any:
+    with connect(args) as api:
+        path = f"/reef/scenarios/{api.found.scenario}"
+        wanted = args.release
+        if _is_number(wanted):
+            wanted = _numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
+        return api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
+
+
+def _folder(args: argparse.Namespace) -> Any:
+    """Without a server: under the state folder's lock, so that none can start meanwhile."""
+    from reef.cli import assemble
+    from reef.gateway.views import release_view
+    from reef.scenario import serving
+
+    place = find(args)
+    if args.url or not (place.state_dir / "releases.git").is_dir():
+        raise WireError(
+            f"no server answers on {place.url}, and {place.state_dir} holds no releases; start one with `reef serve`"
+        )
+    lock = state.claim(place.state_dir, patience=0.0)
+    try:
+        chain, board = assemble.open_chain(place.state_dir), assemble.open_board(place.state_dir)
+        chain.open()
+        wanted = args.release
+        if _is_number(wanted):
+            history = [release_view(item, current=False) for item in chain.history(place.scenario, 500)]
+            wanted = _numbered(history, wanted)
+        head = serving.rollback(place.scenario, wanted, chain, board, actor="operator", reason=args.reason)
+        board.close()
+        return release_view(head, current=True)
+    finally:
+        lock.release()
+
+
+def _is_number(text: str) -> bool:
+    return text.isdigit() and len(text) < 7
+
+
+def _numbered(releases: list[dict[str, Any]], number: str) -> str:
+    for item in releases:
+        if item["seq"] == int(number):
+            return str(item["release_id"])
+    raise MissingError(f"there is no release number {number}; `reef releases` lists them")

@@ -1,0 +1,225 @@
+"""`reef serve`: check everything, take the state folder and the port, prepare the model, then supervise.
+
+Knows: the order of a start, which processes there are, what a person wants to read then.
+Does not know: how a process is kept alive (`supervise`), or what it does (`assemble`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+from reef import __version__
+from reef.cli import options, process, state
+from reef.cli.process import Boot
+from reef.cli.supervise import Role, Supervisor
+from reef.config import Loaded
+from reef.config.settings import Settings
+from reef.core.errors import ConfigError, ReefError, StoreError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve, record and learn until Ctrl-C",
+        description="Serve on the configured address, record every exchange, learn from reports. "
+        "Any setting can be given as --section.key VALUE, for example --reef.port 8901.",
+    )
+    options.configuration(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    loaded = options.load(args)
+    from reef.cli import bind
+
+    bound = bind.check(loaded.settings, loaded.values, loaded.place)
+    folder = loaded.settings.reef.state_dir
+    lock = state.claim(folder)
+    try:
+        http_socket = state.bind(loaded.settings.reef.host, loaded.settings.reef.port)
+        token, fresh = (loaded.settings.reef.token, False) if loaded.settings.reef.token else state.token(folder)
+        settings = loaded.settings.model_copy(
+            update={"reef": loaded.settings.reef.model_copy(update={"token": token, "state_dir": folder.absolute()})}
+        )
+        address = state.address_of(http_socket)
+        boot = Boot(settings.model_dump(mode="json"), state.run_folder(folder), address, None)
+        boot = _prepare(boot, lock.fd)
+        (boot.run / "address").write_text(address + "\n")
+        supervisor = _supervisor(boot, settings, http_socket, lock.fd, [token, *_keys(settings)])
+        banner = "\n".join(
+            _banner(loaded, settings, address, token if fresh else None, bound[settings.reef.default_scenario].label)
+        )
+        _announce(address, banner, began, Path(folder) / "logs")
+        supervisor.run()
+        (boot.run / "address").unlink(missing_ok=True)
+    finally:
+        lock.release()
+    print("stopped", flush=True)
+    return 0
+
+
+def _prepare(boot: Boot, lock: int) -> Boot:
+    """Model, chain and scenarios, in a process of its own; what it says goes to the terminal."""
+    child = subprocess.Popen(
+        process.command("prepare"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **process.environment()},
+        pass_fds=(lock,),
+    )
+    try:
+        answer, _ = child.communicate(boot.encode())
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    if child.returncode != 0 or not answer:
+        raise StoreError(f"the preparation ended with exit code {child.returncode}; see above")
+    found = json.loads(answer)
+    if "error" in found:
+        raise (ConfigError if found["config"] else ReefError)(found["error"])
+    return Boot(boot.settings, boot.run, boot.address, found["model"])
+
+
+def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, secret: list[str]) -> Supervisor:
+    """The roles of this configuration. Remote and fake engines and trainers have no process."""
+    run_id = secrets.token_hex(4)
+    document = _document(boot)
+    common = {**process.environment(), "REEF_RUN": run_id}
+    calm = {**common, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    grace = settings.limits.drain_seconds + 5.0
+    sockets = {name: state.listen(boot.run / f"{name}.sock") for name in state.SOCKETS}
+    files = {"BOOT": document.fileno()}
+    dead: list[str] = []
+    recovery = {**common, "REEF_DEAD": ""}
+    roles = [
+        Role(f"gateway-{number}", process.command("gateway"), {**files, "HTTP": web.fileno()}, common, grace=grace)
+        for number in range(settings.reef.workers)
+    ]
+    learner = {**files, "LEARNER": sockets["learner"].fileno()}
+    roles.append(Role("learner", process.command("learner"), learner, common, phase=1))
+    if boot.model is not None:
+        fds = {**files, "ENGINE": sockets["engine"].fileno()}
+        roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
+        if settings.training.backend == "local":
+            fds = {**files, "TRAINER": sockets["trainer"].fileno()}
+            roles.append(Role("trainer", process.command("trainer"), fds, calm, wakes=sockets["trainer"], phase=2))
+    roles.append(Role("recover", process.command("recover"), files, recovery, phase=1, once=True))
+
+    def died(role: str, incarnation: str) -> None:
+        if role.startswith("gateway") or role == "learner":
+            dead.append(incarnation)
+            recovery["REEF_DEAD"] = ",".join(dead[-1000:])
+            supervisor.kick("recover")
+
+    supervisor = Supervisor(
+        roles,
+        settings.reef.state_dir / "logs",
+        run_id=run_id,
+        keep=(lock,),
+        secrets=secret,
+        size=settings.observability.log_bytes,
+        died=died,
+    )
+    supervisor.held += [document, *sockets.values(), web]
+    return supervisor
+
+
+def _document(boot: Boot) -> IO[bytes]:
+    """The boot document as an open file without a name: children read it, nobody else can."""
+    file = tempfile.TemporaryFile(dir=boot.run)  # noqa: SIM115 (open as long as the supervisor)
+    file.write(boot.encode())
+    file.flush()
+    return file
+
+
+def _keys(settings: Settings) -> list[str]:
+    return [os.environ.get(engine.key_env or "", "") for engine in settings.engines.values()]
+
+
+def _announce(address: str, banner: str, began: float, logs: Path) -> None:
+    """Print the banner when the server answers /readyz; say so when that takes long."""
+
+    def wait() -> None:
+        host, _, port = address.removeprefix("http://").rpartition(":")
+        slow = 30.0
+        while True:
+            try:
+                connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=2)
+                connection.request("GET", "/readyz")
+                if connection.getresponse().status == 200:
+                    break
+            except (OSError, http.client.HTTPException):
+                pass
+            finally:
+                connection.close()
+            if time.monotonic() - began > slow:
+                print(f"still starting after {slow:.0f} s; see {logs}", file=sys.stderr, flush=True)
+                slow *= 2
+            time.sleep(0.1)
+        print(banner.replace("{seconds}", f"{time.monotonic() - began:.1f}"), flush=True)
+
+    print(f"starting on {address} …", flush=True)
+    threading.Thread(target=wait, name="announce", daemon=True).start()
+
+
+def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None, label: str) -> list[str]:
+    reef, folder = settings.reef, loaded.settings.reef.state_dir
+    if reef.auth == "none":
+        token, shown = "none needed (auth: none)", "none"
+    elif fresh:
+        token, shown = f"{fresh}   (shown once; kept in {folder / 'token'})", f"$(cat {folder / 'token'})"
+    elif loaded.settings.reef.token:
+        token, shown = f"as configured ({loaded.source(('reef', 'token'))})", "$REEF_TOKEN"
+    else:
+        token, shown = f"in {folder / 'token'}", f"$(cat {folder / 'token'})"
+    engine = settings.engine(reef.engine)
+    model = (reef.model or "smollm2-135m") if engine.kind == "local" else engine.model or engine.kind
+    return [
+        "",
+        f"Reef {__version__} serves on {address} (ready after {{seconds}} s)",
+        f"  token     {token}",
+        f"  scenario  {reef.default_scenario}",
+        f"  model     {model} (engine {reef.engine})",
+        f"  recipe    {label}, gate {settings.gate.policy}",
+        f"  state     {folder} (logs in {folder / 'logs'})",
+        "",
+        "Try next:",
+        f'  curl -i {address}/v1/chat/completions -H "Authorization: Bearer {shown}" \\',
+        '    -H "content-type: application/json" -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        f'  curl {address}/reef/report -H "Authorization: Bearer {shown}" \\',
+        '    -H "content-type: application/json" -d \'{"score": 1.0, "references": ["<x-reef-agent-record-id>"]}\'',
+        "",
+        "  from openai import OpenAI",
+        f'  client = OpenAI(base_url="{address}/v1", api_key="<token>")',
+        "",
+        "  reef teach     teach the model something and watch it learn",
+        "  reef chat      talk to it; /good and /bad report on the last answer",
+        "  reef releases  what it learnt",
+        "Ctrl-C stops.",
+    ]
+
+
+def stop_child(child: subprocess.Popen[bytes], patience: float = 40.0) -> None:
+    """End a `reef serve` that this process started."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(patience)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()

@@ -1,0 +1,94 @@
+"""`reef config` shows every setting and where it came from; `reef init` writes a file to begin with.
+
+Knows: rows and a template. Does not know: what a setting does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from reef.cli import options, show
+from reef.config.sources import Row
+from reef.core.errors import ConfigError
+
+TEMPLATE = """\
+# Reef's configuration. Every key has a default; `reef config` shows them all and where each came from.
+reef:
+  port: 8900
+  token: ${REEF_TOKEN:-}      # empty: one is created in state_dir and shown once
+  state_dir: .reef
+  engine: local               # or a name under engines
+  model: smollm2-135m         # a folder, a hub id, or the embedded name
+  recipe: sao                 # its fields sit beside it:
+  # batch_size: 32
+
+# engines:
+#   up: {kind: upstream, url: https://api.openai.com/v1, key_env: OPENAI_API_KEY, model: null}
+
+gate:
+  policy: guarded             # always | guarded | better (needs a suite)
+  evaluate_every: 1
+  patience: 3
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "config",
+        help="every setting, its value and where it came from",
+        description="Check the configuration and show every setting with its source; secrets are masked.",
+    )
+    options.configuration(parser)
+    options.reading(parser)
+    parser.set_defaults(run=config)
+    parser = commands.add_parser(
+        "init", help="write a reef.yaml to begin with", description="Write a commented reef.yaml in this folder."
+    )
+    parser.add_argument("file", nargs="?", type=Path, default=Path("reef.yaml"), metavar="FILE")
+    parser.set_defaults(run=init)
+
+
+def config(args: argparse.Namespace) -> int:
+    loaded = options.load(args)
+    from reef.cli import bind
+
+    bound = bind.check(loaded.settings, loaded.values, loaded.place)
+    rows = loaded.rows()
+    known = {row.key for row in rows}
+    for made in bound[loaded.settings.reef.default_scenario].recipes.values():
+        if dataclasses.is_dataclass(made):
+            for field in dataclasses.fields(made):
+                if f"reef.{field.name}" not in known:
+                    rows.append(
+                        Row(f"reef.{field.name}", getattr(made, field.name), f"default of {type(made).__name__}")
+                    )
+    if args.json:
+        return show.dump([dataclasses.asdict(row) for row in rows])
+    show.table(["setting", "value", "from"], [[row.key, _shown(row.value), row.source] for row in rows])
+    return 0
+
+
+def init(args: argparse.Namespace) -> int:
+    try:
+        with args.file.open("x") as file:
+            file.write(TEMPLATE)
+    except FileExistsError:
+        raise ConfigError(f"{args.file} is there already; edit it, or give another name") from None
+    except OSError as error:
+        raise ConfigError(f"{args.file} cannot be written: {error.strerror}") from None
+    print(
+        f"wrote {args.file}; start with `reef serve"
+        + ("" if args.file == Path("reef.yaml") else f" -c {args.file}")
+        + "`"
+    )
+    return 0
+
+
+def _shown(value: object) -> str:
+    return (
+        {None: "", True: "true", False: "false"}.get(value, str(value))
+        if isinstance(value, bool | None)
+        else str(value)
+    )

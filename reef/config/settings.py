@@ -1,0 +1,270 @@
+"""Every setting, its type and its default. A key that is not here is an error.
+
+Knows: the sections of the YAML file, and the rules between keys that need no other room.
+Does not know: where a value came from (`sources`), or whether a named recipe, engine or policy exists.
+
+- An empty file is the working embedded deployment that learns.
+- A recipe's own fields sit beside `reef.recipe`; they are kept aside in `recipe_fields` and checked against the
+  recipe's dataclass in a second stage (`check.recipe`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from reef.core.ids import is_scenario
+
+Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
+"""Text; a number in the file is taken as it was spelled."""
+
+Size = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _scenario_name(value: str) -> str:
+    if not is_scenario(value):
+        raise ValueError("a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit")
+    return value
+
+
+ScenarioName = Annotated[Text, pydantic.AfterValidator(_scenario_name)]
+
+
+class Section(pydantic.BaseModel):
+    """One section of the file: frozen, and any key it does not have is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ReefSettings(Section):
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8900  # 0: any free port; the address is printed
+    token: Text = ""  # empty: one is created in state_dir (mode 0600) and printed once
+    auth: Literal["token", "none"] = "token"  # none is allowed on loopback only
+    public_url: Text | None = None  # what install scripts and links use; default: the address the request reached
+    state_dir: Path = Path(".reef")  # relative to the folder the command runs in
+    workers: Annotated[int, Field(ge=1, le=64)] = 2  # gateway processes
+    default_scenario: ScenarioName = "default"
+    create_scenarios: bool = True  # a request with a new scenario name creates it; false: 404
+    engine: Text = "local"  # local, fake (deterministic answers, for tests), or a name under engines
+    model: Text | None = None  # for engine local: a folder, a hub id, or smollm2-135m (the default)
+    recipe: Text | None = None  # a short name or package.module:Name; default: sao with engine local, else record
+    recipes: tuple[Text | dict[str, Any], ...] = ()  # instead of recipe: one per part, {use: …, fields…} or a path
+    recipe_fields: dict[str, Any] = Field(default_factory=dict)  # not written by hand: the keys beside recipe
+
+    @pydantic.model_validator(mode="after")
+    def _rules(self) -> Self:
+        _recipes(self)
+        if self.auth == "none" and not is_loopback(self.host):
+            raise ValueError(
+                f"auth: none is allowed on loopback only, and host is {self.host}; use auth: token, or host: 127.0.0.1"
+            )
+        return self
+
+
+def _recipes(section: ReefSettings | ScenarioOverrides) -> None:
+    """`recipe` with its fields beside it, or `recipes` with theirs inside: not both, and every entry names one."""
+    if section.recipes and section.recipe is not None:
+        raise ValueError("give recipe (one) or recipes (one for each part), not both")
+    if section.recipes and section.recipe_fields:
+        name = next(iter(section.recipe_fields))
+        raise ValueError(f"with recipes, a recipe's fields go inside its entry: recipes: [{{use: …, {name}: …}}]")
+    for item in section.recipes:
+        if isinstance(item, dict) and not isinstance(item.get("use"), str):
+            raise ValueError("an entry of recipes is a name, a dotted path, or {use: name or path, fields…}")
+
+
+class EngineSettings(Section):
+    """An engine by name. `kind` is local, upstream, fake, or package.module:Name (then `options` are its arguments)."""
+
+    kind: Text = "upstream"
+    url: Text | None = None  # upstream: the address up to and with /v1
+    api: Literal["openai"] = "openai"
+    key_env: Text | None = None  # the environment variable that holds the key; the key itself is never in the file
+    model: Text | None = None  # upstream: rewrite every request's model to this name
+    options: dict[str, Any] = Field(default_factory=dict)  # local: see reef/engines/local; else the class's arguments
+
+    @pydantic.model_validator(mode="after")
+    def _address(self) -> Self:
+        if self.kind == "upstream" and not (self.url or "").startswith(("http://", "https://")):
+            raise ValueError("an upstream engine needs url: http://… or https://…, up to and with /v1")
+        return self
+
+
+class GateSettings(Section):
+    policy: Text = "guarded"  # always | guarded | better, or package.module:Name
+    suite: Text | None = None  # the suite file that `better` measures on; relative to the configuration file
+    evaluate_every: Size = 1  # look at a line's candidate every so many optimizer steps
+    patience: Size = 3  # undecided looks before a candidate counts as rejected
+    options: dict[str, Any] = Field(default_factory=dict)  # the policy's own limits
+
+    @pydantic.model_validator(mode="after")
+    def _suite(self) -> Self:
+        if self.policy in ("better", "no_worse", "protected") and not self.suite:
+            raise ValueError(
+                f"policy {self.policy} compares scores on a suite; give gate.suite, or use policy: guarded"
+            )
+        return self
+
+
+class ReleaseSettings(Section):
+    mode: Literal["auto", "review"] = "auto"  # review: an accepted candidate waits for `reef promote`
+
+
+class TrainingSettings(Section):
+    backend: Text = "local"  # local | fake (for tests), or package.module:Name
+    trigger: Literal["auto"] = "auto"  # a batch is trained as soon as it is full
+    options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments
+
+
+class RecordSettings(Section):
+    url: Literal["sqlite"] = "sqlite"
+
+
+class LimitSettings(Section):
+    body_bytes: Size = 64 * 1024 * 1024
+    report_bytes: Size = 1024 * 1024
+    header_bytes: Size = 64 * 1024
+    concurrent: Size = 1024  # requests in work at once, for each gateway
+    drain_seconds: Seconds = 20.0  # how long a stop waits for requests in work
+
+
+class ObservabilitySettings(Section):
+    log: Literal["debug", "info", "warning", "error"] = "info"
+    log_bytes: Size = 2 * 1024 * 1024  # of one file in state_dir/logs, kept twice
+
+
+class ScenarioOverrides(Section):
+    """What one scenario does otherwise. Keys not given are those of the whole server; recipe fields sit beside them."""
+
+    engine: Text | None = None
+    model: Text | None = None
+    recipe: Text | None = None
+    recipes: tuple[Text | dict[str, Any], ...] = ()
+    recipe_fields: dict[str, Any] = Field(default_factory=dict)
+    gate: dict[str, Any] = Field(default_factory=dict)
+    releases: dict[str, Any] = Field(default_factory=dict)
+    training: dict[str, Any] = Field(default_factory=dict)
+
+    @pydantic.model_validator(mode="after")
+    def _rules(self) -> Self:
+        _recipes(self)
+        return self
+
+
+class Settings(Section):
+    """The whole configuration. `scenario(name)` is what one scenario is to do."""
+
+    reef: ReefSettings = Field(default_factory=ReefSettings)
+    engines: dict[str, EngineSettings] = Field(default_factory=dict)
+    models: dict[str, Text] = Field(default_factory=dict)  # alias: engine/model
+    scenarios: dict[ScenarioName, ScenarioOverrides] = Field(default_factory=dict)
+    gate: GateSettings = Field(default_factory=GateSettings)
+    releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
+    training: TrainingSettings = Field(default_factory=TrainingSettings)
+    records: RecordSettings = Field(default_factory=RecordSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
+    observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
+
+    @pydantic.model_validator(mode="after")
+    def _named(self) -> Self:
+        for name, wanted in [
+            ("reef", self.reef.engine),
+            *((f"scenarios.{n}", s.engine) for n, s in self.scenarios.items()),
+        ]:
+            if wanted is not None and wanted not in (*self.engines, "local", "fake"):
+                near = _near(wanted, (*self.engines, "local"))
+                raise ValueError(f"{name}.engine is {wanted!r}, which is neither local nor under engines{near}")
+        for alias, target in self.models.items():
+            if target.partition("/")[0] not in (*self.engines, "local", "fake"):
+                raise ValueError(f"models.{alias} is {target!r}; write engine/model, with an engine under engines:")
+        return self
+
+    def engine(self, name: str) -> EngineSettings:
+        """An engine by name; `local` and `fake` exist without an entry. KeyError when there is none."""
+        if name in ("local", "fake") and name not in self.engines:
+            return EngineSettings(kind=name)
+        return self.engines[name]
+
+    def scenario(self, name: str, created: Mapping[str, Any] | None = None) -> ScenarioSettings:
+        """What a scenario does: the server's settings, then its entry in the file, else what it was `created` with."""
+        if name in self.scenarios:
+            over = self.scenarios[name]
+        else:
+            over = ScenarioOverrides.model_validate(split(dict(created or {}), ScenarioOverrides))
+        engine = over.engine or self.reef.engine
+        return ScenarioSettings(
+            name=name,
+            engine=engine,
+            model=over.model or self.reef.model,
+            recipes=_uses(self.reef, over, self.engine(engine).kind, name if name in self.scenarios else ""),
+            gate=GateSettings.model_validate(self.gate.model_dump(exclude_unset=True) | over.gate),
+            releases=ReleaseSettings.model_validate(self.releases.model_dump(exclude_unset=True) | over.releases),
+            training=TrainingSettings.model_validate(self.training.model_dump(exclude_unset=True) | over.training),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One recipe in use: a short name or dotted path, and its fields as written."""
+
+    recipe: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    where: tuple[str | int, ...] = ("reef",)  # where in the file the fields sit
+
+
+@dataclass(frozen=True, slots=True)
+class ScenarioSettings:
+    """What one scenario does, with everything inherited filled in."""
+
+    name: str
+    engine: str
+    model: str | None
+    recipes: tuple[Use, ...]
+    gate: GateSettings
+    releases: ReleaseSettings
+    training: TrainingSettings
+
+
+def _uses(reef: ReefSettings, over: ScenarioOverrides, kind: str, name: str) -> tuple[Use, ...]:
+    """The recipes of a scenario. Naming a recipe drops inherited fields; giving only fields adds to them."""
+    where: tuple[str | int, ...] = ("scenarios", name) if name else ("reef",)
+    if over.recipe is not None:
+        return (Use(over.recipe, over.recipe_fields, where),)
+    if over.recipes or (reef.recipes and not over.recipe_fields):
+        where = where if over.recipes else ("reef",)
+        return tuple(
+            Use(item, {}, (*where, "recipes", place))
+            if isinstance(item, str)
+            else Use(str(item["use"]), {k: v for k, v in item.items() if k != "use"}, (*where, "recipes", place))
+            for place, item in enumerate(over.recipes or reef.recipes)
+        )
+    recipe = reef.recipe or ("sao" if kind == "local" else "record")
+    return (Use(recipe, reef.recipe_fields | over.recipe_fields, where if over.recipe_fields else ("reef",)),)
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def split(section: dict[str, Any], model: type[Section]) -> dict[str, Any]:
+    """The section with the keys that the model does not have moved into `recipe_fields`."""
+    known = {key: value for key, value in section.items() if key in model.model_fields and key != "recipe_fields"}
+    fields = {key: value for key, value in section.items() if key not in known}
+    return known | ({"recipe_fields": fields} if fields else {})
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

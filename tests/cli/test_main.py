@@ -1,0 +1,195 @@
+"""The program: help of every command, exit codes, errors with a next step."""
+
+import argparse
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from reef.cli import main as program
+from reef.cli import options, state
+from reef.cli.main import main, parser
+from reef.core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("REEF_URL", "REEF_TOKEN", "REEF_UPSTREAM_URL", "REEF_UPSTREAM_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def commands():
+    (action,) = (item for item in parser()._actions if isinstance(item, argparse._SubParsersAction))
+    return action.choices
+
+
+def test_every_command_is_there():
+    promised = "serve run teach chat report config init scenarios records releases rollback status doctor"
+    assert set(promised.split()) <= set(commands())
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: reef {name}")
+    assert len(commands()[name].description) > 20
+
+
+@pytest.mark.parametrize(
+    "name", ["status", "scenarios", "releases", "records", "config", "doctor", "report", "rollback"]
+)
+def test_reading_commands_have_json(name, capsys):
+    main([name, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["srve"], ["serve", "--prot", "1"], ["rollback"], ["serve", "--reef.port"]])
+def test_wrong_usage_is_2(arguments, capsys):
+    assert main(arguments) == 2
+    assert "reef" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("reef 0.")
+
+
+def test_overrides_are_taken_out_anywhere():
+    rest, found = options.overrides(
+        ["run", "--reef.port", "1", "FOLDER", "--gate.policy=a=b", "--json", "--", "--x.y", "z"]
+    )
+    assert rest == ["run", "FOLDER", "--json", "--", "--x.y", "z"]
+    assert found == [("reef.port", "1"), ("gate.policy", "a=b")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("reef:\n  port: 1\ngaet: {}\n", "reef.yaml:3: gaet is not a setting; did you mean gate?"),
+        ("reef:\n  bacth_size: 1\n", "reef.yaml:2: reef.bacth_size is not a setting; did you mean reef.batch_size"),
+        ("reef:\n  recipe: soa\n", "reef.yaml:2: reef.recipe: there is no recipe 'soa'; did you mean sao?"),
+        ("reef:\n  recipe: nowhere.x:Y\n", "reef.yaml:2: no module 'nowhere'"),
+        ("gate:\n  policy: gaurded\n", "reef.yaml:2: gate.policy: there is no policy 'gaurded'; did you mean guarded?"),
+        ("gate:\n  options: {drfit: 1}\n", "reef.yaml:1: unknown gate option 'drfit'"),
+        ("gate:\n  policy: better\n  suite: gone.jsonl\n", "reef.yaml:1: "),
+        (
+            "training:\n  backend: lcal\n",
+            "reef.yaml:2: training.backend: there is no trainer 'lcal'; did you mean local?",
+        ),
+        ("engines:\n  up: {kind: upstrem}\n", "did you mean upstream?"),
+        (
+            "engines:\n  up: {url: http://h/v1, key_env: NO_SUCH_KEY}\n",
+            "reef.yaml:2: the key of engine up is read from",
+        ),
+        ("engines:\n  local:\n    kind: local\n    options: {slts: 1}\n", "reef.yaml:4: engines.local.options.slts"),
+        ("engines:\n  a: {kind: local}\n", "there can be one engine of kind local"),
+        ("reef:\n  max_staleness: 2\n", "reef.yaml:2: reef.max_staleness is 2"),
+        ("reef:\n  engine: up\n  recipe: sao\nengines: {up: {url: http://h/v1}}\n", "recipe: record"),
+        ("reef:\n  recipes: [sao, {use: sao}]\n", "both improve the weights"),
+        ("scenarios:\n  a:\n    recipe: soa\n", "reef.yaml:3: scenarios.a.recipe: there is no recipe 'soa'"),
+        ("scenarios:\n  a:\n    model: other\n", "reef.yaml:3: a server has one local model"),
+        ("reef:\n  host: 0.0.0.0\n  auth: none\n", "loopback only"),
+    ],
+)
+@pytest.mark.parametrize("command", ["config", "serve"])
+def test_configuration_errors_are_2_and_name_the_line(text, message, command, capsys):
+    Path("reef.yaml").write_text(text)
+    assert main([command]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_config_lists_every_setting_with_its_source(capsys):
+    Path("reef.yaml").write_text("reef:\n  batch_size: 4\n  token: canary\n")
+    assert main(["config", "--json", "--reef.port", "8901"]) == 0
+    said = capsys.readouterr().out
+    rows = {row["key"]: row for row in json.loads(said)}
+    assert rows["reef.port"] == {"key": "reef.port", "value": 8901, "source": "command line"}
+    assert rows["reef.batch_size"]["source"] == "reef.yaml:2"
+    assert rows["reef.learning_rate"]["source"] == "default of SAORecipe"
+    assert rows["gate.policy"]["source"] == "default"
+    assert "canary" not in said
+    assert main(["config"]) == 0
+    assert "reef.yaml:2" in capsys.readouterr().out
+
+
+def test_the_founding_example_is_accepted(capsys):
+    Path("f.yaml").write_text("reef: {recipe: recipes.sao.recipe:SAORecipe, batch_size: 1, max_staleness: 18}")
+    assert main(["config", "-c", "f.yaml", "--json"]) == 0
+    rows = {row["key"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+    assert (rows["reef.batch_size"], rows["reef.max_staleness"]) == (1, 18)
+
+
+def test_init_writes_a_file_that_loads(capsys):
+    assert main(["init"]) == 0
+    assert main(["config"]) == 0
+    assert main(["init"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["init", "no/such/reef.yaml"]) == 2
+
+
+def test_no_server_is_1_with_a_next_step(capsys):
+    for command in (
+        ["status"],
+        ["scenarios"],
+        ["records"],
+        ["releases"],
+        ["rollback", "0"],
+        ["report", "a", "--score", "1"],
+    ):
+        assert main([*command, "--reef.port", "1"]) == 1
+        assert "start one with `reef serve`" in capsys.readouterr().err
+    assert main(["report", "a"]) == 2
+    assert "--score" in capsys.readouterr().err
+
+
+def test_serve_says_what_is_in_its_way(capsys):
+    fake = ["serve", "--reef.engine", "fake", "--training.backend", "fake"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main([*fake, "--reef.port", str(port)]) == 1
+    assert f"port {port} on 127.0.0.1 is in use" in capsys.readouterr().err
+    Path("file").write_text("")
+    assert main([*fake, "--reef.state_dir", "file"]) == 1
+    assert "cannot be written" in capsys.readouterr().err
+    lock = state.claim(Path(".reef"))
+    assert main([*fake, "--reef.port", "0"]) == 1
+    assert "is in use by the server with process id" in capsys.readouterr().err
+    lock.release()
+
+
+def test_serve_says_what_is_wrong_with_the_model(capfd):
+    Path("broken").mkdir()
+    assert main(["serve", "--reef.port", "0", "--model", "./broken"]) == 2
+    assert "broken" in capfd.readouterr().err
+    assert main(["serve", "--reef.port", "0", "--model", "./gone"]) == 2
+    assert "no model folder" in capfd.readouterr().err
+
+
+def test_doctor_names_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["doctor", "--json", "--reef.engine", "fake", "--reef.port", port]) == 1
+    found = {item["what"]: item for item in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["git"]["ok"] is False
+    assert found["git-lfs"]["ok"] is None
+    assert found["port"]["ok"] is False
+    assert found["python"]["ok"] is True
+    assert found["state folder"]["ok"] is True
+
+
+def test_errors_never_leave_as_tracebacks(monkeypatch, capsys):
+    def broken(*_):
+        raise ConfigError("say what to do")
+
+    monkeypatch.setattr(program.options, "overrides", broken)
+    assert main(["status"]) == 2
+    assert capsys.readouterr().err == "reef: say what to do\n"
+
+
+def test_run_needs_a_driver(capsys):
+    assert main(["run", "."]) == 2
+    assert "run.py" in capsys.readouterr().err
