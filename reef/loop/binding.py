@@ -1,0 +1,152 @@
+"""What the loop works with: one `Binding` for each scenario, one set of `Tools` for all.
+
+Knows: which recipe, gate and engine a scenario is bound to, and where learning is kept.
+Does not know: the configuration they came from. Assembly hands both in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from reef.core.nouns import PartName, Release
+from reef.engines import Engine
+from reef.evaluation import Evaluator
+from reef.experience.pool import Pool
+from reef.experience.units import SIGNALS, Signal
+from reef.loop.ledger import Ledger
+from reef.recipe import Recipe
+from reef.records import RecordStore
+from reef.records.board import Board
+from reef.releases import ReleaseChain
+from reef.trainers import Trainer
+
+State = Literal["waiting", "training", "evaluating", "publishing", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """How one scenario learns. `names` says how each recipe is written in a release (a path or a short name)."""
+
+    scenario: str
+    recipes: Mapping[PartName, Recipe]  # at most one a part; a recipe that never learns is left out
+    names: Mapping[PartName, str]
+    evaluator: Evaluator
+    engine: Engine
+    evaluate_every: int = 1  # steps between two looks
+    patience: int = 3  # looks until "undecided" counts as reject
+    mode: Literal["auto", "review"] = "auto"
+
+    def bound(self, part: PartName) -> int | None:
+        """The largest lag a sample may have; None for a part whose samples do not age."""
+        if part != "weights":
+            return None
+        own = self.recipes[part].max_staleness
+        return self.evaluate_every * self.patience if own is None else own
+
+    def signals(self, part: PartName) -> Collection[Signal]:
+        """What makes a report a unit for this part's recipe: its own `signals`, else what is usual for the part."""
+        named: Collection[Signal] | None = getattr(self.recipes[part], "signals", None)
+        return SIGNALS[part] if named is None else named
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What every scenario's learner shares."""
+
+    store: RecordStore
+    chain: ReleaseChain
+    board: Board
+    ledger: Ledger
+    trainer: Trainer
+    training: Path  # the folder of step folders
+
+    async def head(self, scenario: str) -> Release | None:
+        return await asyncio.to_thread(self.chain.head, scenario)
+
+
+@dataclass(slots=True)
+class Work:
+    """What a learner remembers of one part between two updates. All of it can be lost: the ledger has the rest."""
+
+    scenario: str
+    part: PartName
+    pool: Pool
+    saved: int  # the cursor as the ledger has it
+    state: State = "waiting"
+    line: str = ""
+    step: int = 0
+    looks: int = 0
+    batch_size: int | None = None
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    progress: tuple[str, int, int] | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    last: dict[str, Any] | None = None
+    error: str | None = None
+    failures: int = 0
+    rest_until: float = 0.0  # monotonic seconds: not before
+
+    @classmethod
+    def open(cls, tools: Tools, binding: Binding, part: PartName) -> Work:
+        """From what the ledger knows."""
+        name = binding.scenario
+        cursor = tools.ledger.cursor(name, part)
+        pool = Pool(name, part, binding.signals(part), lambda unit: tools.ledger.settled(name, part, unit), cursor)
+        work = cls(name, part, pool, cursor, batch_size=getattr(binding.recipes[part], "batch_size", None))
+        work.count(tools.ledger)
+        newest = tools.ledger.metrics(name, part)
+        work.metrics = newest[0][2] if newest else {}
+        looks = tools.ledger.looks(name, part, limit=1)
+        if looks:
+            seen = looks[0]
+            work.last = _last(seen.verdict, seen.reason, seen.release, dict(seen.timings))
+        return work
+
+    def count(self, ledger: Ledger) -> None:
+        fates = ledger.fates(self.scenario, self.part)
+        self.trained = fates.pop("trained", 0)
+        self.dropped = fates
+
+    def decided(self, verdict: str, reason: str, release: str | None) -> None:
+        self.last = _last(verdict, reason, release, self.timings)
+
+    def failed(self, error: Exception, *, longest: float) -> None:
+        """Rest twice as long after each failure in a row, from half a second up to `longest`."""
+        self.failures += 1
+        self.state = "failed"
+        self.error = str(error) or type(error).__name__
+        self.rest_until = time.monotonic() + min(longest, 0.25 * 2**self.failures)
+
+    def well(self) -> None:
+        self.failures, self.error, self.state, self.progress = 0, None, "waiting", None
+
+    def shown(self) -> dict[str, Any]:
+        """For people and the status page."""
+        units = self.pool.ready.values()
+        return {
+            "state": self.state,
+            "pending": len(self.pool.ready) + self.pool.waiting,
+            "waiting_open": self.pool.waiting,
+            "oldest_seconds": max(0.0, time.time() - min(u.report.created_at for u in units)) if units else None,
+            "batch_size": self.batch_size,
+            "line": self.line,
+            "step": self.step,
+            "looks": self.looks,
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+            "metrics": dict(self.metrics),
+            "progress": list(self.progress) if self.progress else None,
+            "last": self.last,
+            "error": self.error,
+        }
+
+
+def _last(verdict: str, reason: str, release: str | None, timings: dict[str, float]) -> dict[str, Any]:
+    shown = {name: timings.get(name) for name in ("waiting", "training", "gate", "activation")}
+    return {"verdict": verdict, "reason": reason, "release_id": release, "timings": shown}

@@ -1,0 +1,346 @@
+"""The learner's own memory, `learn.db`: what became of every unit, orders given to a trainer, looks taken by the gate.
+
+Knows: cursors, the fate of each unit, the one outstanding order of a part, steps and their metrics, looks (audit rows).
+Does not know: how any of it is decided. Losing the file loses explanations, not the exactly-once rule: training folders
+and chain restore who was trained (`recover.py`).
+
+- SQLite, WAL, synchronous=FULL; each method is one transaction, durable when it returns.
+- A unit has at most one fate besides `duplicate` (a unique index keeps it so).
+- An order is written before it is given. It stays, and is given again unchanged, until it is settled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from reef.core.errors import MissingError, StoreError
+from reef.core.failpoint import failpoint
+from reef.core.nouns import Evaluation, PartName
+from reef.core.wire import Step
+from reef.experience.units import Drop
+
+MIGRATIONS = (
+    """
+    CREATE TABLE cursors (scenario TEXT, part TEXT, place INTEGER NOT NULL, PRIMARY KEY (scenario, part)) WITHOUT ROWID;
+    CREATE TABLE fates (
+        scenario TEXT, part TEXT, unit TEXT, report TEXT, fate TEXT NOT NULL, line TEXT, step INTEGER, at REAL NOT NULL,
+        PRIMARY KEY (scenario, part, unit, report)
+    ) WITHOUT ROWID;
+    CREATE UNIQUE INDEX one_fate ON fates (scenario, part, unit) WHERE fate != 'duplicate';
+    CREATE INDEX trained_by ON fates (scenario, part, line, step) WHERE line IS NOT NULL;
+    CREATE TABLE orders (scenario TEXT, part TEXT, body BLOB NOT NULL, tries INTEGER NOT NULL DEFAULT 0,
+        PRIMARY KEY (scenario, part)) WITHOUT ROWID;
+    CREATE TABLE steps (
+        scenario TEXT, part TEXT, line TEXT, step INTEGER, batch TEXT NOT NULL, metrics TEXT NOT NULL, at REAL NOT NULL,
+        PRIMARY KEY (scenario, part, line, step)
+    ) WITHOUT ROWID;
+    CREATE TABLE looks (
+        id INTEGER PRIMARY KEY, scenario TEXT NOT NULL, part TEXT NOT NULL, line TEXT NOT NULL, step INTEGER NOT NULL,
+        look INTEGER NOT NULL, verdict TEXT NOT NULL, reason TEXT NOT NULL, candidate TEXT, release TEXT,
+        evaluation TEXT, actor TEXT NOT NULL, timings TEXT NOT NULL DEFAULT '{}', at REAL NOT NULL
+    );
+    CREATE INDEX looks_of ON looks (scenario, part, line);
+    """,
+)
+"""Each is run once, in order, under a lock. Never edit one that was released: add another."""
+
+Ruling = Literal["accept", "reject", "undecided", "hold"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One step that was asked for: the message to the trainer as it was, so that a retry asks for exactly the same."""
+
+    part: PartName
+    message: Step
+    reports: tuple[str, ...]  # the report of each of the message's units
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the batch
+    waited: float = 0.0  # seconds from the newest report of the batch to the order
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One audit row: what the gate said of a line's step, and what came of it."""
+
+    scenario: str
+    part: PartName
+    line: str
+    step: int
+    look: int  # counts from 1 on each line
+    verdict: Ruling
+    reason: str
+    candidate: str | None = None
+    release: str | None = None
+    evaluation: Evaluation | None = None
+    actor: str = "learner"
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds: waiting, training, gate, activation
+    at: float = 0.0
+
+
+class Ledger:
+    """Used from one thread. Readers in other processes open their own."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._base = sqlite3.connect(path, isolation_level=None, timeout=30.0)
+            self._base.execute("PRAGMA journal_mode=WAL")
+            self._base.execute("PRAGMA synchronous=FULL")
+            self._migrate()
+        except sqlite3.Error as error:
+            raise StoreError(f"{path} cannot be opened ({error}); check permissions and free space") from None
+
+    def close(self) -> None:
+        self._base.close()
+
+    # --- units --------------------------------------------------------------------------------------------------------
+
+    def cursor(self, scenario: str, part: PartName) -> int:
+        """Every event up to here is settled."""
+        rows = self._read("SELECT place FROM cursors WHERE scenario=? AND part=?", scenario, part)
+        return int(rows[0][0]) if rows else 0
+
+    def advance(self, scenario: str, part: PartName, cursor: int) -> None:
+        with self._writing():
+            self._advance(scenario, part, cursor)
+
+    def settled(self, scenario: str, part: PartName, unit: str) -> str | None:
+        """The report that settled this unit (empty: not known which); None when nothing did."""
+        rows = self._read(
+            "SELECT report FROM fates WHERE scenario=? AND part=? AND unit=? AND fate!='duplicate'",
+            scenario, part, unit,
+        )  # fmt: skip
+        return str(rows[0][0]) if rows else None
+
+    def drop(self, scenario: str, part: PartName, drops: Iterable[Drop], cursor: int) -> None:
+        """These units will never train, for the reasons given."""
+        with self._writing():
+            for drop in drops:
+                self._fate(scenario, part, drop.unit, drop.report, drop.reason)
+            self._advance(scenario, part, cursor)
+
+    def fates(self, scenario: str, part: PartName) -> dict[str, int]:
+        """How many units met each fate: trained, or the reasons they were not."""
+        rows = self._read("SELECT fate, count(*) FROM fates WHERE scenario=? AND part=? GROUP BY fate", scenario, part)
+        return {str(fate): int(count) for fate, count in rows}
+
+    def fate(self, scenario: str, unit: str) -> list[tuple[str, str, str, str | None, int | None]]:
+        """(part, report, fate, line, step) of one unit: why it trained, or did not."""
+        rows = self._read(
+            "SELECT part, report, fate, line, step FROM fates WHERE scenario=? AND unit=?", scenario, unit
+        )
+        return [(str(a), str(b), str(c), d, e) for a, b, c, d, e in rows]
+
+    # --- orders and steps ---------------------------------------------------------------------------------------------
+
+    def order(self, scenario: str, part: PartName) -> Order | None:
+        """The order that was given and not settled."""
+        rows = self._read("SELECT body FROM orders WHERE scenario=? AND part=?", scenario, part)
+        return msgspec.msgpack.decode(rows[0][0], type=Order) if rows else None
+
+    def reserve(self, order: Order) -> None:
+        """Write an order down before it is given. StoreError when another is outstanding."""
+        with self._writing():
+            self._base.execute(
+                "INSERT INTO orders (scenario, part, body) VALUES (?,?,?)",
+                (order.message.scenario, order.part, msgspec.msgpack.encode(order)),
+            )
+
+    def retry(self, order: Order) -> int:
+        """Count one more failure of an order; returns how many there were."""
+        with self._writing():
+            where = (order.message.scenario, order.part)
+            self._base.execute("UPDATE orders SET tries=tries+1 WHERE scenario=? AND part=?", where)
+        return int(self._read("SELECT tries FROM orders WHERE scenario=? AND part=?", *where)[0][0])
+
+    def release(self, order: Order) -> None:
+        """Take an order back that nobody can have carried out; its units are free again."""
+        with self._writing():
+            self._close(order)
+
+    def settle(self, order: Order, fate: str, metrics: Mapping[str, float]) -> None:
+        """An order is done: its units met this fate (`trained`, or why not), the cursor moves, the order is gone."""
+        with self._writing():
+            step, part, done = order.message, order.part, fate == "trained"
+            for unit, report in zip(step.unit_ids, order.reports, strict=True):
+                self._fate(step.scenario, part, unit, report, fate, step.line, step.step if done else None)
+            if done:
+                self._step(step.scenario, part, step.line, step.step, step.batch_id, metrics)
+            self._advance(step.scenario, part, step.cursor)
+            self._close(order)
+            failpoint("loop.in_settle")
+
+    def restore(
+        self,
+        scenario: str,
+        part: PartName,
+        line: str,
+        step: int,
+        units: Iterable[str],
+        *,
+        batch: str = "",
+        metrics: Mapping[str, float] | None = None,
+        cursor: int = 0,
+    ) -> None:
+        """Learn from a training folder or a release that these units were trained, if that is not known yet."""
+        with self._writing():
+            for unit in units:
+                self._fate(scenario, part, unit, "", "trained", line, step)
+            if batch:
+                self._step(scenario, part, line, step, batch, metrics or {})
+            self._advance(scenario, part, cursor)
+
+    def trained(self, scenario: str, part: PartName, line: str, upto: int) -> tuple[str, ...]:
+        """The units a line has learnt from, up to and with a step."""
+        rows = self._read(
+            "SELECT unit FROM fates WHERE scenario=? AND part=? AND line=? AND step<=? ORDER BY step, unit",
+            scenario, part, line, upto,
+        )  # fmt: skip
+        return tuple(str(unit) for (unit,) in rows)
+
+    def metrics(self, scenario: str, part: PartName, limit: int = 1) -> list[tuple[str, int, dict[str, float], float]]:
+        """(line, step, metrics, time) of the newest steps, newest first."""
+        rows = self._read(
+            "SELECT line, step, metrics, at FROM steps WHERE scenario=? AND part=? ORDER BY at DESC LIMIT ?",
+            scenario, part, limit,
+        )  # fmt: skip
+        return [(str(line), int(step), json.loads(metrics), float(at)) for line, step, metrics, at in rows]
+
+    # --- looks --------------------------------------------------------------------------------------------------------
+
+    def audit(self, look: Look) -> None:
+        """Add one audit row; the same line, step, look and verdict once only."""
+        evaluation = msgspec.json.encode(look.evaluation).decode() if look.evaluation is not None else None
+        with self._writing():
+            self._base.execute(
+                "INSERT INTO looks (scenario, part, line, step, look, verdict, reason, candidate, release, evaluation,"
+                " actor, timings, at) SELECT ?,?,?,?,?,?,?,?,?,?,?,?,? WHERE NOT EXISTS (SELECT 1 FROM looks WHERE"
+                " scenario=? AND part=? AND line=? AND step=? AND look=? AND verdict=?)",
+                (
+                    look.scenario, look.part, look.line, look.step, look.look, look.verdict, look.reason,
+                    look.candidate, look.release, evaluation, look.actor, json.dumps(dict(look.timings)),
+                    look.at or time.time(), look.scenario, look.part, look.line, look.step, look.look, look.verdict,
+                ),
+            )  # fmt: skip
+
+    def overrule(self, scenario: str, candidate: str, actor: str, reason: str) -> Look:
+        """A person turns a held candidate down: its line ends, the next begins from the head. MissingError when no
+        candidate of that id is held."""
+        rows = [look for look in self.looks(scenario) if look.candidate == candidate]
+        if not rows or rows[0].verdict != "hold":
+            raise MissingError(f"no candidate {candidate} of {scenario} is held", param="candidate")
+        look = replace(rows[0], verdict="reject", reason=reason, actor=actor, timings={}, at=0.0)
+        self.audit(look)
+        return look
+
+    def timed(self, look: Look, seconds: float) -> None:
+        """Add to an accepted look how long activation took."""
+        with self._writing():
+            self._base.execute(
+                "UPDATE looks SET timings=json_set(timings, '$.activation', ?)"
+                " WHERE scenario=? AND part=? AND release=?",
+                (seconds, look.scenario, look.part, look.release),
+            )
+
+    def looks(
+        self, scenario: str, part: PartName | None = None, line: str | None = None, limit: int = 1000
+    ) -> list[Look]:
+        """Audit rows, newest first."""
+        rows = self._read(
+            "SELECT scenario, part, line, step, look, verdict, reason, candidate, release, evaluation, actor, timings,"
+            " at FROM looks WHERE scenario=?1 AND (?2 IS NULL OR part=?2) AND (?3 IS NULL OR line=?3)"
+            " ORDER BY id DESC LIMIT ?4",
+            scenario, part, line, limit,
+        )  # fmt: skip
+        return [_look(row) for row in rows]
+
+    def knows(self, scenario: str, release: str) -> bool:
+        """Whether an audit row speaks of this release."""
+        return bool(self._read("SELECT 1 FROM looks WHERE scenario=? AND release=? LIMIT 1", scenario, release))
+
+    def lines(self, scenario: str, part: PartName, prefix: str) -> set[str]:
+        """Every line ever begun on the release whose id starts with `prefix`."""
+        rows = self._read(
+            "SELECT line FROM steps WHERE scenario=?1 AND part=?2 AND line LIKE ?3"
+            " UNION SELECT line FROM looks WHERE scenario=?1 AND part=?2 AND line LIKE ?3",
+            scenario, part, prefix + "-%",
+        )  # fmt: skip
+        return {str(line) for (line,) in rows}
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._base.execute("COMMIT")
+            except BaseException:
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(f"learn.db cannot be written ({error}); check free space and permissions") from None
+
+    def _read(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._base.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"learn.db cannot be read ({error}); restore it, or move it away and restart") from None
+
+    def _migrate(self) -> None:
+        self._base.execute("BEGIN IMMEDIATE")
+        try:
+            done = int(self._base.execute("PRAGMA user_version").fetchone()[0])
+            if done > len(MIGRATIONS):
+                raise StoreError("learn.db was written by a newer Reef; use that version, or a fresh state folder")
+            for number, script in enumerate(MIGRATIONS[done:], done + 1):
+                for statement in script.split(";"):
+                    self._base.execute(statement)
+                self._base.execute(f"PRAGMA user_version={number}")
+            self._base.execute("COMMIT")
+        except BaseException:
+            self._base.execute("ROLLBACK")
+            raise
+
+    def _advance(self, scenario: str, part: PartName, cursor: int) -> None:
+        self._base.execute(
+            "INSERT INTO cursors VALUES (?,?,?) ON CONFLICT DO UPDATE SET place=max(place, excluded.place)",
+            (scenario, part, cursor),
+        )
+
+    def _fate(
+        self, scenario: str, part: str, unit: str, report: str, fate: str, line: str | None = None,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
+        self._base.execute(
+            "INSERT OR IGNORE INTO fates VALUES (?,?,?,?,?,?,?,?)",
+            (scenario, part, unit, report, fate, line, step, time.time()),
+        )
+
+    def _step(self, scenario: str, part: str, line: str, step: int, batch: str, metrics: Mapping[str, float]) -> None:
+        self._base.execute(
+            "INSERT OR IGNORE INTO steps VALUES (?,?,?,?,?,?,?)",
+            (scenario, part, line, step, batch, json.dumps(dict(metrics)), time.time()),
+        )
+
+    def _close(self, order: Order) -> None:
+        self._base.execute("DELETE FROM orders WHERE scenario=? AND part=?", (order.message.scenario, order.part))
+
+
+def _look(row: tuple[Any, ...]) -> Look:
+    scenario, part, line, step, look, verdict, reason, candidate, release, evaluation, actor, timings, at = row
+    return Look(
+        scenario, part, line, step, look, verdict, reason, candidate, release,
+        msgspec.json.decode(evaluation, type=Evaluation) if evaluation else None,
+        actor, json.loads(timings), at,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""One step of a line: the order for it, and how each part carries it out.
+
+Knows: what a trainer is told, and how a harness edit becomes a step folder like any other.
+Does not know: when a step is made, what becomes of its units, or whether it will be served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from reef.cordis.compose import propose
+from reef.core.errors import WireError
+from reef.core.nouns import Batch, Release, Unit
+from reef.core.wire import Datum, Progress, Step, Stepped
+from reef.harness import tree
+from reef.loop.binding import Binding, Tools, Work
+from reef.loop.ledger import Order
+from reef.loop.line import Line
+from reef.trainers import folder
+
+
+@dataclass(frozen=True, slots=True)
+class Unmade:
+    """No step came of an order. `fate` is what its units met; None: nothing, they are free again."""
+
+    fate: str | None
+    why: str
+
+
+def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:
+    """The next step of a line, from this batch. It holds all that a retry needs, so that a retry is the same step."""
+    lags = [unit.lag for unit in batch.units if unit.lag is not None]
+    metrics = dict(batch.metrics) | {"units": float(len(batch.units))}
+    if lags:
+        metrics |= {"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))}
+    path, options = binding.names[line.part], {}
+    samples: list[Any] = []
+    if line.part == "weights":
+        objective = binding.recipes["weights"].objective()
+        path, options = objective.path, dict(objective.options)
+        samples = [msgspec.to_builtins(unit.sample) for unit in batch.units if unit.sample is not None]
+    message = Step(
+        scenario=binding.scenario,
+        part=line.part,
+        line=line.name,
+        step=line.step + 1,
+        base_release=line.base.id,
+        base_step=line.base_step,
+        objective=path,
+        options=options,
+        batch_id=batch.id,
+        unit_ids=[unit.id for unit in batch.units],
+        cursor=cursor,
+        data=msgspec.convert(samples, list[Datum]),
+    )
+    return Order(
+        line.part,
+        message,
+        reports=tuple(unit.report.id for unit in batch.units),
+        metrics=metrics,
+        waited=max(0.0, time.time() - max(unit.report.created_at for unit in batch.units)),
+    )
+
+
+async def train(tools: Tools, work: Work, order: Order) -> Mapping[str, float]:
+    """One optimizer step, by the trainer; its metrics. TrainError or WireError when there is none yet."""
+    async with contextlib.aclosing(tools.trainer.step(order.message)) as items:  # type: ignore[type-var]
+        async for item in items:
+            if isinstance(item, Stepped):
+                return item.metrics
+            assert isinstance(item, Progress)
+            work.progress = (item.stage, item.done, item.total)
+    raise WireError("the trainer ended without an answer; the step is asked for again")
+
+
+async def edit(
+    tools: Tools, binding: Binding, work: Work, order: Order, head: Release, line: Line
+) -> Mapping[str, float] | Unmade:
+    """One edit of the harness tree: the recipe proposes, cordis composes, and the tree becomes a step folder."""
+    message = order.message
+    if (done := folder.answered(tools.training, message)) is not None:
+        return done.metrics
+    units = [work.pool.ready[name] for name in message.unit_ids if name in work.pool.ready]
+    if (message.line, message.step) != (line.name, line.step + 1) or len(units) < len(message.unit_ids):
+        return Unmade(None, "its line is over, or a record of it was forgotten")  # and nobody else makes such steps
+    before = await _tree(tools, head, line)
+    mutations = await asyncio.to_thread(_propose, binding, order, units, before)
+    if not mutations:
+        return Unmade("no edit", "the recipe proposed no edit")
+    proposal = propose(before, mutations)
+    if proposal.entries is None:
+        return Unmade("refused", "; ".join(proposal.refused))
+    files = {tree.FILE: tree.write(proposal.entries)}
+    metrics = {"mutations": float(len(mutations)), "entries": float(len(proposal.entries))}
+    made = await asyncio.to_thread(folder.write, tools.training, message, "tree", files, metrics)
+    return made.metrics
+
+
+def _propose(
+    binding: Binding, order: Order, units: Sequence[Unit], before: Sequence[tree.Entry]
+) -> Sequence[tree.Mutation]:
+    batch = Batch(order.message.batch_id, "harness", tuple(units), order.metrics)
+    return binding.recipes["harness"].propose(batch, before)
+
+
+async def _tree(tools: Tools, head: Release, line: Line) -> tuple[tree.Entry, ...]:
+    """The line's working tree: its last step, else the head's, else the empty one."""
+    if line.step > line.base_step:
+        place = folder.path(tools.training, head.scenario, "harness", line.name, line.step)
+        return tree.read((place / tree.FILE).read_bytes())
+    if "harness" not in head.parts:
+        return ()
+    files = await asyncio.to_thread(tools.chain.files, head.id, "harness")
+    return tree.read(files[tree.FILE].read_bytes())

@@ -1,0 +1,327 @@
+"""One update: from new events to a served release. Read `update_once` first; it is the whole of learning.
+
+Knows: the order of things, and what is durable after each of them.
+Does not know: losses, guards, models, git, HTTP: each is behind the seam it is handed.
+
+- A step is written down as an order, carried out, then settled. A crash in between repeats the same order, and a step
+  that exists is answered from disk: so no unit trains twice, and none is lost.
+- Weights and harness differ in who makes the step (a trainer, or cordis); gate, chain and rollback are the same.
+- Only `publish` with the expected head moves the chain. Whoever else moved it was right: the line starts again there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from reef.core.errors import ReefError, StaleHead, TrainError
+from reef.core.failpoint import failpoint
+from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release, Unit
+from reef.experience.lag import judge
+from reef.experience.units import Drop
+from reef.harness import tree
+from reef.loop.binding import Binding, Tools, Work
+from reef.loop.ledger import Look, Order, Ruling
+from reef.loop.line import Line, find, root
+from reef.loop.step import Unmade, edit, order, train
+from reef.releases import Draft, NewPart
+from reef.scenario.serving import align
+from reef.trainers import folder
+
+TRIES: Final = 3
+"""Evaluations of one look when the head keeps moving."""
+ATTEMPTS: Final = 8
+"""Refusals of one order before its units are given up. With the rests in between, a minute: time to free a disk."""
+LONGEST_REST: Final = 60.0
+SAVE_EVERY: Final = 256  # events that may be read again after a crash because nothing in them was worth a write
+
+log = logging.getLogger(__name__)
+
+
+async def update_once(tools: Tools, binding: Binding, works: Mapping[PartName, Work]) -> bool:
+    """Serve each part's recipe once, in turn. True when something moved, so that looking again at once is worth it.
+
+    A part that fails rests for a while, longer each time; its error is in its `Work`. The other part goes on.
+    """
+    moved = False
+    for part in binding.recipes:
+        work = works[part]
+        if time.monotonic() < work.rest_until:
+            continue
+        try:
+            moved |= await _Update(tools, binding, work).run()
+            work.well()
+        except Exception as error:
+            work.failed(error, longest=LONGEST_REST)
+            known = isinstance(error, ReefError)
+            log.log(
+                logging.WARNING if known else logging.ERROR, "%s %s: %s", binding.scenario, part, error,
+                exc_info=None if known else error,
+            )  # fmt: skip
+    return moved
+
+
+async def activate(tools: Tools, binding: Binding) -> Release | None:
+    """Serve the chain's head: the engine loads and probes it, then the board flips. None: there is no chain yet.
+
+    Does nothing when it is served already, so every update begins with it; that repairs what a crash left.
+    """
+    head = await tools.head(binding.scenario)
+    if head is None:
+        return None
+    serving = tools.board.get(binding.scenario)
+    if serving is None or serving.release_id != head.id:
+        await binding.engine.load(head.id)
+        failpoint("loop.before_flip")
+        await asyncio.to_thread(align, binding.scenario, tools.chain, tools.board)
+        failpoint("loop.after_flip")
+        head = await tools.head(binding.scenario)
+    return head
+
+
+@dataclass(slots=True)
+class _Update:
+    """One part of one scenario, for the time of one update."""
+
+    tools: Tools
+    binding: Binding
+    work: Work
+
+    async def run(self) -> bool:
+        """The whole of it. True when a step or a look was made."""
+        every, ledger = self.binding.evaluate_every, self.tools.ledger
+        head = await activate(self.tools, self.binding)
+        if head is None:
+            return False
+        line = await self._line(head)
+        asked = ledger.order(self.work.scenario, self.work.part)  # an order given before a crash or a failure
+        if asked is not None:
+            await self.work.pool.read(self.tools.store)
+        elif not line.held and not line.due(every):
+            batch = await self._batch(head, line)  # 1, 2
+            asked = self._reserve(batch, line) if batch is not None else None
+        if asked is not None:
+            await self._advance(asked, head, line)  # 3
+            head = await self.tools.head(self.work.scenario) or head
+            line = await self._line(head)
+        if not line.due(every):
+            return asked is not None
+        await self._look(head, line)  # 4, 5, 6
+        return True
+
+    # --- 1, 2: experience and batch -----------------------------------------------------------------------------------
+
+    async def _batch(self, head: Release, line: Line) -> Batch | None:
+        """The units to learn from next, as the recipe chooses them among those that are ready and fresh."""
+        work, pool = self.work, self.work.pool
+        await pool.read(self.tools.store)
+        units = pool.units()
+        bound = self.binding.bound(work.part)
+        if bound is not None and units:
+            lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.step, units, bound)
+            fresh: list[Unit] = []
+            for unit in units:
+                lag = lags[unit.id]
+                if isinstance(lag, str):
+                    pool.drop([Drop(unit.id, unit.report.id, lag)])
+                else:
+                    fresh.append(_aged(unit, lag))
+            units = fresh
+        self._save()
+        batch = await asyncio.to_thread(self.binding.recipes[work.part].batch, units) if units else None
+        return batch if batch is not None and batch.units else None
+
+    def _save(self) -> None:
+        """What can never train is written down, with the reason, and how far the log was read."""
+        work, pool = self.work, self.work.pool
+        low = pool.low()
+        if pool.dropped:
+            self.tools.ledger.drop(work.scenario, work.part, pool.dropped, low)
+            failpoint("loop.after_drop")
+            for drop in pool.dropped:
+                work.dropped[drop.reason] = work.dropped.get(drop.reason, 0) + 1
+            pool.acknowledge()
+            work.saved = low
+        elif low - work.saved >= SAVE_EVERY:
+            self.tools.ledger.advance(work.scenario, work.part, low)
+            work.saved = low
+
+    def _reserve(self, batch: Batch, line: Line) -> Order:
+        """Write the step down before it is asked for."""
+        cursor = self.work.pool.low(without={unit.id for unit in batch.units})
+        made = order(self.binding, batch, line, cursor)
+        self.tools.ledger.reserve(made)
+        failpoint("loop.after_reserve")
+        return made
+
+    # --- 3: one step --------------------------------------------------------------------------------------------------
+
+    async def _advance(self, order: Order, head: Release, line: Line) -> None:
+        """Carry an order out, durably, and settle its units. An order of a line that is over is finished all the same:
+        a trainer may be at work on it, and units must not be free while that can still end well."""
+        tools, work, step = self.tools, self.work, order.message
+        work.state, work.line, work.step = "training", step.line, step.step - 1
+        began = time.monotonic()
+        made: Mapping[str, float] | Unmade
+        try:
+            if work.part == "weights":
+                made = await train(tools, work, order)
+            else:
+                made = await edit(tools, self.binding, work, order, head, line)
+        except TrainError as error:
+            if tools.ledger.retry(order) < ATTEMPTS:
+                raise
+            made = self._give_up(order, error)
+        if isinstance(made, Unmade):
+            log.info("%s %s: step %d of line %s: %s", work.scenario, work.part, step.step, step.line, made.why)
+            if made.fate is None:
+                tools.ledger.release(order)
+                return
+            self._settle(order, made.fate, {})
+            work.decided("reject", made.why, None)
+            return
+        failpoint("loop.before_settle")
+        work.metrics = dict(order.metrics) | dict(made)
+        self._settle(order, "trained", work.metrics)
+        work.step = step.step
+        work.timings = {"waiting": order.waited, "training": time.monotonic() - began}
+
+    def _settle(self, order: Order, fate: str, metrics: Mapping[str, float]) -> None:
+        """The order is done; its units met this fate."""
+        work, count = self.work, len(order.reports)
+        self.tools.ledger.settle(order, fate, metrics)
+        failpoint("loop.after_settle")
+        work.pool.take(order.message.unit_ids)
+        work.saved = max(work.saved, order.message.cursor)
+        if fate == "trained":
+            work.trained += count
+        else:
+            work.dropped[fate] = work.dropped.get(fate, 0) + count
+
+    def _give_up(self, order: Order, error: TrainError) -> Unmade:
+        """A step that fails again and again: its units never train, and the line goes back to the head."""
+        work, step = self.work, order.message
+        reason = f"training failed {ATTEMPTS} times: {error}"
+        self.tools.ledger.audit(Look(work.scenario, work.part, step.line, step.step, 0, "reject", reason))
+        failpoint("loop.before_give_up")
+        return Unmade("failed", reason)
+
+    # --- 4, 5, 6: gate, publish, activate -----------------------------------------------------------------------------
+
+    async def _look(self, head: Release, line: Line) -> None:
+        """The gate looks at the line's newest step. Accepted, it is published and served."""
+        work, tools = self.work, self.tools
+        work.state = "evaluating"
+        began = time.monotonic()
+        draft = await self._draft(line)
+        for _ in range(TRIES):
+            consumed = {part: Consumed(held.cursor) for part, held in head.consumed.items()} | dict(draft.consumed)
+            step = line.step if line.part == "weights" else head.step
+            draft = replace(draft, base=head.id, step=step, consumed=consumed)
+            candidate = await asyncio.to_thread(tools.chain.publish, work.scenario, draft, None)
+            failpoint("loop.after_candidate")
+            evaluation = await self.binding.evaluator.evaluate(candidate, head, line.looks + 1)
+            failpoint("loop.after_evaluate")
+            work.timings["gate"] = time.monotonic() - began
+            ruling, evaluation = self._rule(evaluation, line)
+            if ruling != "accept":
+                self._audit(line, ruling, evaluation, candidate)
+                failpoint("loop.after_audit")
+                if ruling == "reject":
+                    await self._forget()
+                return
+            work.state = "publishing"
+            draft = replace(draft, operation="publish", evaluation=evaluation, reason=evaluation.reason)
+            try:
+                release = await asyncio.to_thread(tools.chain.publish, work.scenario, draft, head.id)
+            except StaleHead:
+                # Somebody published or rolled back meanwhile. Another part's release: judge again beside it.
+                work.state = "evaluating"
+                head = await tools.head(work.scenario) or head
+                if (await self._line(head)).name != line.name:
+                    return  # the line stands on a release that is no longer served; the next one starts from the head
+                draft = replace(draft, operation="candidate", evaluation=None, reason="")
+                continue
+            failpoint("loop.after_publish")
+            look = self._audit(line, "accept", evaluation, candidate, release)
+            failpoint("loop.after_audit")
+            await self._serve(look)
+            return
+
+    async def _draft(self, line: Line) -> Draft:
+        """The line's newest step as a candidate; base, step and the other parts' cursors are the head's."""
+        work, tools = self.work, self.tools
+        place = folder.path(tools.training, work.scenario, work.part, line.name, line.step)
+        state = await asyncio.to_thread(folder.read, place)
+        if state is None:
+            raise TrainError(f"{place} vanished; the line starts again from the head")
+        if work.part == "weights":
+            kind, files, meta = await asyncio.to_thread(folder.part_files, place)
+            new = NewPart(kind, files, meta)
+        else:
+            await asyncio.to_thread(folder.verify, place, state)
+            new = NewPart("tree", {tree.FILE: place / tree.FILE})
+        units = tools.ledger.trained(work.scenario, work.part, line.name, line.step)
+        return Draft(
+            "candidate",
+            {work.part: new},
+            line=line.name,
+            recipe=self.binding.names[work.part],
+            consumed={work.part: Consumed(state.cursor, units)},
+        )
+
+    def _rule(self, evaluation: Evaluation, line: Line) -> tuple[Ruling, Evaluation]:
+        """What follows from a verdict: patience ends, and a scenario in review holds what it would accept."""
+        evaluation = replace(evaluation, looks=line.looks + 1)
+        if evaluation.verdict == "accept" and self.binding.mode == "review":
+            return "hold", evaluation
+        if evaluation.verdict == "undecided" and evaluation.looks >= self.binding.patience:
+            reason = f"{evaluation.reason} (still undecided after {evaluation.looks} looks)"
+            return "reject", replace(evaluation, verdict="reject", reason=reason)
+        return evaluation.verdict, evaluation
+
+    def _audit(
+        self, line: Line, ruling: Ruling, evaluation: Evaluation, candidate: Release, release: Release | None = None
+    ) -> Look:
+        work = self.work
+        look = Look(
+            work.scenario, work.part, line.name, line.step, line.looks + 1, ruling, evaluation.reason,
+            candidate.id, release.id if release else None, evaluation, timings=dict(work.timings),
+        )  # fmt: skip
+        self.tools.ledger.audit(look)
+        work.looks = look.look
+        work.decided(ruling, evaluation.reason, look.release)
+        log.info("%s %s: %s at step %d: %s", work.scenario, work.part, ruling, line.step, evaluation.reason)
+        return look
+
+    async def _serve(self, look: Look) -> None:
+        """Activate what was published."""
+        work, tools = self.work, self.tools
+        began = time.monotonic()
+        await activate(tools, self.binding)
+        work.timings["activation"] = time.monotonic() - began
+        tools.ledger.timed(look, work.timings["activation"])
+        work.decided(look.verdict, look.reason, look.release)
+        await self._forget()
+
+    async def _forget(self) -> None:
+        """A line has ended: drop the step folders that neither the head nor the three releases before it came from."""
+        work, tools = self.work, self.tools
+        recent = await asyncio.to_thread(tools.chain.history, work.scenario, 4)
+        keep = {(release.line, release.step) for release in recent if release.line is not None}
+        await asyncio.to_thread(folder.prune, tools.training, work.scenario, work.part, keep, None)
+        failpoint("loop.after_prune")
+
+    async def _line(self, head: Release) -> Line:
+        base = await asyncio.to_thread(root, self.tools.chain.get, head, self.work.part)
+        line = find(self.tools.ledger, self.tools.training, self.work.scenario, self.work.part, base)
+        self.work.line, self.work.step, self.work.looks = line.name, line.step, line.looks
+        return line
+
+
+def _aged(unit: Unit, lag: int) -> Unit:
+    return replace(unit, lag=lag, sample=None if unit.sample is None else replace(unit.sample, lag=lag))

@@ -1,0 +1,431 @@
+"""Whole updates on real records, chain and board: accept, reject, undecided, hold, two parts, rollback, faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from reef.core.errors import EngineError, MissingError, TrainError, WireError
+from reef.core.nouns import Candidate, Evaluation, Release
+from reef.core.wire import Progress, Step, Stepped
+from reef.harness import tree
+from reef.loop.update import ATTEMPTS
+from reef.releases import Draft, NewPart
+from reef.scenario.serving import rollback
+from reef.trainers import folder
+from tests.loop.kit import NAME, Rules, Score, World, record, report
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = await World(tmp_path).open()
+    yield made
+    await made.close()
+
+
+def serving(world: World) -> str:
+    now = world.board.get(NAME)
+    assert now is not None
+    return now.release_id
+
+
+async def test_reports_become_a_served_release(world: World) -> None:
+    base = world.head
+    receipts = await world.say(2)
+    assert await world.settle() == 1
+    head = world.head
+    assert (head.seq, head.parent, head.base, head.step, head.operation) == (1, base.id, base.id, 1, "publish")
+    assert (head.line, head.actor, head.recipe) == (f"{base.id[:12]}-1", "learner", "test:Score")
+    assert head.reason == "the script says accept"
+    assert set(head.consumed["weights"].units) == {f"{receipt}:0" for receipt in receipts}
+    assert head.parts["weights"].kind == "lora"
+    assert serving(world) == head.id
+    assert world.engine.loaded[-1] == head.id
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2}
+    shown = world.works["weights"].shown()
+    assert (shown["state"], shown["pending"], shown["trained"], shown["error"]) == ("waiting", 0, 2, None)
+    assert shown["last"]["verdict"] == "accept"
+    assert shown["last"]["release_id"] == head.id
+    assert all(shown["last"]["timings"][name] >= 0 for name in ("waiting", "training", "gate", "activation"))
+    assert shown["metrics"]["lag_max"] == 0
+    order = world.trainer.orders[0]
+    assert [datum.tokens[:3] for datum in order.data] == [[1, 2, 3], [1, 2, 3]]
+    assert order.cursor == 4 == head.consumed["weights"].cursor
+
+
+async def test_nothing_happens_without_enough_experience(world: World) -> None:
+    await world.say(1)
+    assert await world.settle() == 0
+    assert world.head.seq == 0
+    await world.say(1)
+    assert await world.settle() == 1
+    assert world.head.seq == 1
+
+
+async def test_a_second_report_on_a_unit_never_trains(world: World) -> None:
+    (receipt,) = await world.say(1)
+    await world.store.append(report(100, receipt, score=-1.0))
+    await world.say(1)
+    await world.settle()
+    await world.store.append(report(101, receipt, score=-1.0))
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2, "duplicate": 2}
+    assert [datum.reward for datum in world.trainer.orders[0].data] == [1.0, 1.0]
+
+
+async def test_reject_changes_nothing_that_is_served_and_starts_a_new_line(world: World) -> None:
+    world.evaluator.verdicts = ["reject"]
+    base = world.head
+    await world.say(2)
+    await world.settle()
+    assert (world.head, serving(world)) == (base, base.id)
+    (look,) = world.ledger.looks(NAME)
+    assert (look.verdict, look.line, look.step, look.release) == ("reject", f"{base.id[:12]}-1", 1, None)
+    assert look.evaluation is not None
+    assert look.evaluation.candidate_id == look.candidate
+    await world.say(2)
+    await world.settle()
+    assert (world.head.line, world.head.step) == (f"{base.id[:12]}-2", 1)
+
+
+async def test_undecided_goes_on_until_patience_ends(world: World) -> None:
+    world.options = {"patience": 3}
+    world.evaluator.verdicts = ["undecided"] * 3
+    base = world.head
+    for _ in range(3):
+        await world.say(2)
+        await world.settle()
+    looks = world.ledger.looks(NAME)[::-1]
+    assert [(look.verdict, look.look, look.step) for look in looks] == [
+        ("undecided", 1, 1), ("undecided", 2, 2), ("reject", 3, 3),
+    ]  # fmt: skip
+    assert "after 3 looks" in looks[-1].reason
+    assert [look for _, _, look in world.evaluator.looked] == [1, 2, 3]
+    assert world.head == base
+
+
+async def test_a_line_that_is_accepted_late_carries_all_it_learnt(world: World) -> None:
+    world.evaluator.verdicts = ["undecided"]
+    first = await world.say(2)
+    await world.settle()
+    second = await world.say(2)
+    await world.settle()
+    assert world.head.step == 2
+    assert set(world.head.consumed["weights"].units) == {f"{receipt}:0" for receipt in first + second}
+    third = await world.say(2)
+    await world.settle()
+    assert set(world.head.consumed["weights"].units) == {f"{receipt}:0" for receipt in third}
+    assert (world.head.step, world.head.line) == (3, f"{world.head.parent[:12]}-1")
+
+
+async def test_the_gate_looks_every_so_many_steps(world: World) -> None:
+    world.options = {"evaluate_every": 3}
+    for steps, looks in ((1, 0), (2, 0), (3, 1), (4, 1)):
+        await world.say(2)
+        await world.settle()
+        assert (len(world.trainer.orders), len(world.evaluator.looked)) == (steps, looks)
+    assert world.head.step == 3
+    assert world.works["weights"].step == 4
+    assert [[datum.lag for datum in order.data] for order in world.trainer.orders] == [[0, 0], [1, 1], [2, 2], [0, 0]]
+    assert world.works["weights"].shown()["metrics"]["lag_max"] == 0.0
+
+
+async def test_samples_too_old_or_foreign_are_dropped_and_said(world: World) -> None:
+    world.options = {"patience": 1}  # the bound is 1
+    base = world.head
+    for _ in range(2):
+        await world.say(2)
+        await world.settle()
+    second = world.head
+    assert second.step == 2
+    await world.say(1, release=base.id)
+    await world.say(1, release=world.chain.get(second.parent or "").id)
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 4, "stale": 1}
+    rollback(NAME, base.id, world.chain, world.board, actor="test", reason="try again")
+    await world.say(1, release=second.id)
+    await world.say(2, release=base.id)
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 6, "stale": 1, "foreign": 2}
+    assert world.trainer.orders[-1].base_step == 0
+
+
+async def test_untrainable_answers_are_dropped_and_do_not_block(world: World) -> None:
+    plain = record(50, world.head.id, untrainable="a tool was called")
+    await world.store.append(plain)
+    await world.store.append(report(50, plain.id, score=1.0))
+    await world.say(2)
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2, "untrainable": 1}
+    assert world.works["weights"].shown()["dropped"] == {"untrainable": 1}
+
+
+async def test_review_holds_for_a_person(world: World) -> None:
+    world.options = {"mode": "review"}
+    base = world.head
+    await world.say(2)
+    await world.settle()
+    (look,) = world.ledger.looks(NAME)
+    assert (look.verdict, world.head, serving(world)) == ("hold", base, base.id)
+    await world.say(2)
+    assert await world.settle() == 0  # the line waits
+    assert look.candidate is not None
+    held = world.chain.get(look.candidate)
+    draft = Draft("promote", {}, base=held.id, step=held.step, line=held.line, actor="ada", reason="looks good")
+    world.chain.publish(NAME, draft, base.id)
+    world.options = {}
+    await world.settle()
+    assert (world.head.seq, world.head.step) == (2, 2)
+    assert serving(world) == world.head.id
+
+
+async def test_a_held_line_ends_by_a_persons_reject(world: World) -> None:
+    world.options = {"mode": "review"}
+    await world.say(2)
+    await world.settle()
+    (held,) = world.ledger.looks(NAME)
+    assert held.candidate is not None
+    with pytest.raises(MissingError):
+        world.ledger.overrule(NAME, "f" * 40, "ada", "not this one")
+    world.ledger.overrule(NAME, held.candidate, "ada", "not this one")
+    with pytest.raises(MissingError):
+        world.ledger.overrule(NAME, held.candidate, "ada", "again")
+    assert [(look.verdict, look.actor) for look in world.ledger.looks(NAME)] == [("reject", "ada"), ("hold", "learner")]
+    world.options = {}
+    await world.say(2)
+    await world.settle()
+    assert world.head.line == f"{held.line[:-1]}2"
+
+
+async def test_weights_and_harness_go_the_same_way(world: World) -> None:
+    world.recipes = {"weights": Score(), "harness": Rules()}
+    base = world.head
+    await world.say(2, feedback="Answer in one word.")
+    await world.settle()
+    chain = world.chain.history(NAME)[::-1]
+    assert [sorted(release.parts) for release in chain] == [["weights"], ["weights"], *[["harness", "weights"]] * 2]
+    assert [release.step for release in chain] == [0, 1, 1, 1]
+    assert serving(world) == world.head.id
+    files = world.chain.files(world.head.id, "harness")
+    assert [entry.config["text"] for entry in tree.read(files[tree.FILE].read_bytes())] == ["Answer in one word."] * 2
+    assert world.head.parts["weights"] == chain[1].parts["weights"]
+    rollback(NAME, base.id, world.chain, world.board, actor="test", reason="undo all")
+    assert "harness" not in world.head.parts
+    await world.say(2, feedback="Be kind.")
+    await world.settle()
+    files = world.chain.files(world.head.id, "harness")
+    assert [entry.config["text"] for entry in tree.read(files[tree.FILE].read_bytes())] == ["Be kind."] * 2
+    assert world.head.step == 1
+
+
+async def test_a_harness_release_does_not_disturb_the_weights_line(world: World) -> None:
+    world.recipes = {"weights": Score(), "harness": Rules()}
+    world.evaluator.verdicts = ["undecided"]
+    base = world.head
+    await world.say(2)
+    await world.settle()
+    assert world.works["weights"].step == 1
+    await world.say(1, feedback="Be kind.", score=None)
+    await world.settle()
+    middle = world.head
+    assert (middle.seq, sorted(middle.parts)) == (1, ["harness", "weights"])
+    await world.say(2)
+    await world.settle()
+    assert (world.head.line, world.head.step, world.head.base) == (f"{base.id[:12]}-1", 2, middle.id)
+    assert world.head.parts["harness"] == middle.parts["harness"]
+
+
+async def test_edits_that_come_to_nothing_are_accounted_for(world: World) -> None:
+    world.recipes = {"harness": Rules()}
+    for feedback in ("nothing", "bad", "Be kind."):
+        await world.say(1, feedback=feedback)
+    await world.settle()
+    assert world.ledger.fates(NAME, "harness") == {"no edit": 1, "refused": 1, "trained": 1}
+    assert (world.head.seq, world.works["harness"].error) == (1, None)
+
+
+async def test_a_rollback_during_the_look_wins(world: World) -> None:
+    """The operator goes back while the gate is at work: the candidate is not published, the line starts again."""
+    await world.say(2)
+    await world.settle()
+    first = world.head
+    base = world.chain.get(first.parent or "")
+
+    def interrupt(candidate: Candidate, incumbent: Release) -> None:
+        if incumbent.id == first.id:
+            rollback(NAME, base.id, world.chain, world.board, actor="ada", reason="no")
+
+    world.evaluator.before = interrupt
+    await world.say(2)
+    await world.settle()
+    back = world.head
+    assert (back.operation, back.seq, serving(world)) == ("rollback", 2, back.id)
+    await world.say(2)
+    await world.settle()
+    assert (world.head.parent, world.head.step, world.head.line) == (back.id, 1, f"{back.id[:12]}-1")
+    assert world.ledger.fates(NAME, "weights")["trained"] == 6
+
+
+async def test_a_rollback_while_a_step_runs_wins(world: World) -> None:
+    await world.say(2)
+    await world.settle()
+    first = world.head
+    world.trainer._delay = 0.3
+    await world.say(2)
+    running = asyncio.create_task(world.update())
+    await asyncio.sleep(0.15)
+    back = rollback(NAME, first.parent or "", world.chain, world.board, actor="ada", reason="no")
+    await running
+    await world.settle()
+    assert (world.head, serving(world)) == (back, back.id)
+    assert world.ledger.fates(NAME, "weights") == {"trained": 4}  # finished, though its line is over
+    assert len(world.evaluator.looked) == 1
+
+
+async def test_another_parts_release_during_the_look_means_looking_again(world: World) -> None:
+    world.recipes = {"weights": Score(), "harness": Rules()}
+    edits = iter(range(2))
+
+    def publish(candidate: Candidate, incumbent: Release) -> None:
+        number = next(edits, None)
+        if number is not None:
+            publish_note(world, number, incumbent)
+
+    world.evaluator.before = publish
+    await world.say(2)
+    await world.settle()
+    assert [release.operation for release in world.chain.history(NAME)] == ["publish"] * 3 + ["create"]
+    assert (world.head.step, sorted(world.head.parts)) == (1, ["harness", "weights"])
+    incumbents = [incumbent.seq for _, incumbent, _ in world.evaluator.looked]
+    assert incumbents == [0, 1, 2]
+    assert {look for _, _, look in world.evaluator.looked} == {1}
+
+
+def publish_note(world: World, number: int, incumbent: Release) -> None:
+    """Somebody else publishes a harness."""
+    data = tree.write((tree.Entry(f"note-{number}", "rules", {"text": "Stay calm."}),))
+    draft = Draft("publish", {"harness": NewPart("tree", {tree.FILE: data})}, base=incumbent.id, step=incumbent.step)
+    world.chain.publish(NAME, draft, incumbent.id)
+
+
+async def test_a_head_that_never_stays_is_given_up_for_now(world: World) -> None:
+    count = 0
+
+    def publish(candidate: Candidate, incumbent: Release) -> None:
+        nonlocal count
+        count += 1
+        if count <= 4:
+            publish_note(world, count, incumbent)
+
+    world.evaluator.before = publish
+    await world.say(2)
+    assert await world.update()
+    assert count == 3
+    assert world.ledger.looks(NAME) == []
+    await world.settle()
+    assert (count, world.head.step) == (5, 1)
+
+
+class Flaky:
+    """A trainer whose process dies: before the step, after it, or that refuses."""
+
+    def __init__(self, inner: object, faults: list[str]) -> None:
+        self.inner, self.faults = inner, faults
+
+    async def step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "before":
+            raise WireError("trainer went away before it answered")
+        if fault == "refuse":
+            raise TrainError("loss is not finite")
+        async for item in self.inner.step(order):  # type: ignore[attr-defined]
+            if fault == "silent":
+                return
+            if fault != "after" or not isinstance(item, Stepped):
+                yield item
+        if fault == "after":
+            raise WireError("trainer went away before it answered")
+
+    async def ready(self) -> bool:
+        return True
+
+    async def close(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("faults", [["before"], ["after"], ["silent"], ["before", "after"], ["refuse", "refuse"]])
+async def test_a_trainer_that_dies_loses_nothing(world: World, faults: list[str]) -> None:
+    world.tools = replace(world.tools, trainer=Flaky(world.trainer, list(faults)))
+    receipts = await world.say(2)
+    for _ in faults:
+        assert not await world.update()
+        work = world.works["weights"]
+        assert work.shown()["state"] == "failed"
+        assert work.error is not None
+        assert work.rest_until > 0
+        await world.say(1)  # more experience meanwhile: the order stays what it was
+    await world.settle()
+    assert world.chain.history(NAME)[-2].step == 1
+    units = world.chain.history(NAME)[-2].consumed["weights"].units
+    assert set(units) == {f"{receipt}:0" for receipt in receipts}
+    assert world.works["weights"].error is None
+
+
+async def test_a_batch_that_cannot_be_trained_is_given_up(world: World) -> None:
+    world.tools = replace(world.tools, trainer=Flaky(world.trainer, ["refuse"] * ATTEMPTS))
+    await world.say(2)
+    for _ in range(ATTEMPTS):
+        assert world.ledger.fates(NAME, "weights") == {}
+        await world.update()
+    assert world.ledger.fates(NAME, "weights") == {"failed": 2}
+    (look,) = world.ledger.looks(NAME)
+    assert (look.verdict, "not finite" in look.reason) == ("reject", True)
+    await world.say(2)
+    await world.settle()
+    assert (world.head.step, world.head.line) == (1, f"{look.line[:-1]}2")
+
+
+async def test_an_engine_that_is_gone_delays_only(world: World) -> None:
+    class Broken:
+        async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
+            raise EngineError("the engine is not ready")
+
+    whole = world.evaluator
+    world.evaluator = Broken()  # type: ignore[assignment]
+    await world.say(2)
+    await world.update()
+    assert world.works["weights"].error == "the engine is not ready"
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2}
+    world.evaluator = whole
+    await world.settle()
+    assert world.head.step == 1
+
+
+async def test_a_release_the_engine_cannot_load_yet_is_served_later(world: World) -> None:
+    async def refuse(release_id: str) -> None:
+        raise EngineError("out of memory")
+
+    base = world.head
+    load, world.engine.load = world.engine.load, refuse  # type: ignore[method-assign]
+    await world.say(2)
+    await world.update()
+    assert (world.head.seq, serving(world)) == (1, base.id)
+    assert world.works["weights"].error == "out of memory"
+    world.engine.load = load  # type: ignore[method-assign]
+    await world.settle()
+    assert serving(world) == world.head.id
+
+
+async def test_old_step_folders_are_forgotten(world: World) -> None:
+    world.evaluator.verdicts = ["accept"] * 5 + ["reject"]
+    for _ in range(6):
+        await world.say(2)
+        await world.settle()
+    kept = [place for place in world.training.glob(f"{NAME}/weights/*/*") if folder.read(place)]
+    assert len(kept) <= 5
+    head = world.head
+    assert folder.path(world.training, NAME, "weights", head.line or "", head.step) in kept
