@@ -1,0 +1,214 @@
+"""The ASGI application: which route answers a request, who may use it, and what an error looks like.
+
+Knows: the route table, tokens and rights per route, the limit on requests at once, waking the learner.
+Does not know: what a route does with its request.
+
+A request's way: `__call__` reads the headers once, finds the route, checks the token and its right, then calls the
+route's function with (app, call). Everything that function raises is answered in the dialect of the route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+from reef.core.errors import InputError, MissingError, WireError
+from reef.core.ids import is_scenario
+from reef.core.nouns import Json, Serving
+from reef.core.wire import Wake
+from reef.gateway import chat, health, models, operate, report, views
+from reef.gateway.call import Call, Gone, Receive, Scope, Send
+from reef.gateway.context import Context
+from reef.gateway.errors import Refusal
+from reef.gateway.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+
+class Route(NamedTuple):
+    right: str | None  # None: answered without a token
+    answer: Callable[[App, Call], Awaitable[None]]
+
+
+_HELLO = {"GET": Route(None, health.hello), "HEAD": Route(None, health.hello)}
+PLAIN: dict[str, dict[str, Route]] = {
+    "/v1/chat/completions": {"POST": Route("infer", chat.complete)},
+    "/reef/report": {"POST": Route("report", report.report)},
+    "/v1/models": {"GET": Route("infer", models.models)},
+    "/": _HELLO,
+    "/api/hello": _HELLO,
+    "/healthz": {"GET": Route(None, health.alive), "HEAD": Route(None, health.alive)},
+    "/readyz": {"GET": Route(None, health.ready), "HEAD": Route(None, health.ready)},
+    "/reef/status": {"GET": Route("read", health.status)},
+    "/reef/scenarios": {"GET": Route("read", operate.scenarios), "POST": Route("operate", operate.create)},
+}
+"""Routes by their exact path."""
+
+SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
+    ("/v1/models/*", {"GET": Route("infer", models.model)}),
+    ("/reef/scenarios/{s}", {"GET": Route("read", operate.scenario)}),
+    ("/reef/scenarios/{s}/releases", {"GET": Route("read", views.releases)}),
+    ("/reef/scenarios/{s}/releases/{id}", {"GET": Route("read", views.release)}),
+    ("/reef/scenarios/{s}/rollback", {"POST": Route("operate", operate.rollback)}),
+    ("/reef/scenarios/{s}/records", {"GET": Route("read", views.records)}),
+    ("/reef/scenarios/{s}/records/{id}", {"GET": Route("read", views.record)}),
+)
+"""Routes with parts that vary: `{name}` is one part, `*` the rest."""
+
+
+class App:
+    """Bare ASGI. One per gateway process; `shelf` and `running` are its only state beside the context's."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.shelf = Shelf(context.chain)
+        self.running = 0
+        self._waking: dict[str, bool] = {}  # scenarios being woken, and whether to do it once more
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._creating: dict[str, asyncio.Lock] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        call = Call(scope, receive, send, scope["path"], headers)
+        self.running += 1
+        try:
+            await self._answer(call)
+        except Gone:
+            call.dropped = True
+        except Exception as error:
+            if call.started:
+                call.drop(f"{type(error).__name__}: {error}")
+                log.error("an answer failed after it began", exc_info=error)
+            else:
+                await call.fail(error)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, call: Call) -> None:
+        path = call.path
+        if path.startswith("/s/"):
+            _, _, name, rest = [*path.split("/", 3), ""][:4]
+            path, call.scenario = "/" + rest, name
+            if not path.startswith("/v1/"):
+                raise MissingError(f"no route {call.path[:200]}; /s/SCENARIO/ goes before /v1/… only")
+        methods = PLAIN.get(path) or _shaped(call, path)
+        if methods is None:
+            raise MissingError(f"no route {call.path[:200]}; see the list of routes in the documentation")
+        route = methods.get(call.method)
+        if route is None:
+            allowed = ", ".join(sorted(methods))
+            raise Refusal(
+                405, "method_not_allowed", f"{call.path} takes {allowed}, not {call.method}", headers={"allow": allowed}
+            )
+        if route.right is not None:
+            if self.running > self.context.limits.concurrent:
+                raise Refusal(
+                    429, "too_many_requests", "too many requests at once; try again", headers={"retry-after": "1"}
+                )
+            call.token = self.context.tokens.find(call.headers)
+            call.token.require(route.right)
+            self._place(call)
+        await route.answer(self, call)
+
+    def _place(self, call: Call) -> None:
+        """Which scenario the request names, if it does: its path and its header must agree."""
+        named = call.headers.get("x-reef-scenario")
+        placed = call.params.get("s", call.scenario)
+        if named is not None and placed is not None and named != placed:
+            raise InputError(
+                f"the path says scenario {placed!r} and the header x-reef-scenario {named!r}; send one of them",
+                param="x-reef-scenario",
+            )
+        call.scenario = placed if placed is not None else named
+        if call.scenario is not None:
+            if not is_scenario(call.scenario):
+                raise InputError(
+                    "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit",
+                    param="x-reef-scenario",
+                )
+            call.token.enter(call.scenario)
+
+    async def serving(self, call: Call) -> Serving:
+        """What the request's scenario serves; a scenario that is new is created, where that is allowed."""
+        name = call.scenario or self.context.default_scenario
+        if call.scenario is None:
+            call.token.enter(name)
+        if (serving := self.context.watch.get(name)) is not None:
+            return serving
+        if name != self.context.default_scenario and not self.context.create_scenarios:
+            raise MissingError(f"no scenario {name!r}; create it with POST /reef/scenarios", param="x-reef-scenario")
+        return await self.create(name, {})
+
+    async def create(self, name: str, settings: Mapping[str, Json]) -> Serving:
+        """Create a scenario, or find it created; once at a time for each name."""
+        try:
+            async with self._creating.setdefault(name, asyncio.Lock()):
+                if (serving := self.context.watch.get(name)) is None:
+                    serving = await asyncio.to_thread(self.context.ensure_scenario, name, settings)
+                    self.context.watch.refresh()
+        finally:
+            self._creating.pop(name, None)
+        return serving
+
+    def wake(self, scenario: str) -> None:
+        """Tell the learner to look at a scenario, without waiting. One message at a time; a dead one costs nothing."""
+        if self.context.learner is None:
+            return
+        if scenario in self._waking:
+            self._waking[scenario] = True
+            return
+        self._waking[scenario] = False
+        task = asyncio.create_task(self._wake(scenario))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wake(self, scenario: str) -> None:
+        assert self.context.learner is not None
+        try:
+            again = True
+            while again:
+                self._waking[scenario] = False
+                with contextlib.suppress(WireError, OSError):
+                    await self.context.learner.call(Wake(scenario=scenario), timeout=2.0)
+                again = self._waking[scenario]
+        except Exception as error:  # whatever the learner answers is its own affair
+            log.warning("the learner answered a wake-up with %s", error)
+        finally:
+            self._waking.pop(scenario, None)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """ASGI's lifespan: follow the board while serving."""
+        await receive()
+        try:
+            await self.context.watch.start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for task in list(self._tasks):
+            task.cancel()
+        await self.context.watch.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _shaped(call: Call, path: str) -> dict[str, Route] | None:
+    parts = path.split("/")
+    for shape, methods in SHAPED:
+        wanted = shape.split("/")
+        if wanted[-1] == "*":
+            if len(parts) >= len(wanted) and parts[: len(wanted) - 1] == wanted[:-1] and parts[-1]:
+                call.params = {"*": "/".join(parts[len(wanted) - 1 :])}
+                return methods
+        elif len(parts) == len(wanted) and all(
+            want == part or (want.startswith("{") and part) for want, part in zip(wanted, parts, strict=True)
+        ):
+            call.params = {want[1:-1]: part for want, part in zip(wanted, parts, strict=True) if want.startswith("{")}
+            return methods
+    return None

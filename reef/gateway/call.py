@@ -1,0 +1,95 @@
+"""One HTTP request as the routes see it, and its answer.
+
+Knows: ASGI's three callables, headers read in one pass, JSON answers, error answers.
+Does not know: what any route does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+
+from reef.core.errors import InputError, ReefError
+from reef.gateway.auth import Token
+from reef.gateway.errors import body_of, headers_of, status_of
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+log = logging.getLogger(__name__)
+_NOBODY = Token("nobody", frozenset())
+
+
+class Gone(Exception):
+    """The client went away. Not an error of Reef's tree: nobody is left to be answered."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A request: `scenario` as its path or header names it (None: not named), `params` the path's variable parts."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    path: str
+    headers: Mapping[str, str]
+    token: Token = _NOBODY
+    scenario: str | None = None
+    params: Mapping[str, str] = field(default_factory=dict)
+    started: bool = False
+    dropped: bool = False
+
+    @property
+    def method(self) -> str:
+        return str(self.scope["method"])
+
+    @property
+    def dialect(self) -> str:
+        """Whose error form this route answers with."""
+        return "anthropic" if "/v1/messages" in self.path else "openai"
+
+    def query(self, name: str) -> str | None:
+        pairs = parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        return dict(pairs).get(name)
+
+    def number(self, name: str, default: int | None, most: int) -> int | None:
+        """A whole, positive number from the query, at most `most`."""
+        text = self.query(name)
+        if text is None:
+            return default
+        if not text.isascii() or not text.isdigit() or not int(text[:18]) > 0:
+            raise InputError(f"{name} must be a whole number of 1 or more", param=name)
+        return min(int(text[:18]), most)
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        self.started = True
+        await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        """The whole answer at once, with its length."""
+        await self.start(status, {**headers, "content-length": str(len(body))})
+        await self.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+        await self.reply(status, orjson.dumps(value), {"content-type": "application/json", **(headers or {})})
+
+    async def fail(
+        self, error: BaseException, headers: Mapping[str, str] | None = None, receipt: str | None = None
+    ) -> None:
+        """Answer with an error. `headers` (a receipt's) come on top of the error's own."""
+        status = status_of(error)
+        if not isinstance(error, ReefError):
+            log.error("%s %s failed inside", self.method, self.path, exc_info=error)
+        await self.json(status, body_of(error, self.dialect, receipt), headers_of(error, status) | dict(headers or {}))
+
+    def drop(self, why: str) -> None:
+        """Leave the answer unfinished: the server closes the socket, so that the client cannot take it for whole."""
+        self.dropped = True
+        log.warning("dropped %s: %s", self.path[:200], why)

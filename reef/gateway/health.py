@@ -1,0 +1,91 @@
+"""Is it there, can it answer, what is it doing.
+
+Knows: what must work before traffic is sent here: engine, store, default scenario.
+Does not know: how to repair any of it. The learner is shown and never required.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import reef
+from reef.core.errors import MissingError, ReefError
+from reef.core.nouns import Serving
+from reef.core.wire import Look, Looked
+from reef.gateway.call import Call
+
+if TYPE_CHECKING:
+    from reef.gateway.app import App
+
+
+async def hello(app: App, call: Call) -> None:
+    await call.json(200, {"name": "reef", "version": reef.__version__})
+
+
+async def alive(app: App, call: Call) -> None:
+    """The process answers; nothing else is looked at."""
+    await call.json(200, {"status": "ok"})
+
+
+async def ready(app: App, call: Call) -> None:
+    """200 when the next request would be answered and stored; else 503 and what is missing."""
+    missing = await _missing(app)
+    if missing is None:
+        await call.json(200, {"status": "ready"})
+    else:
+        await call.json(503, {"status": "not ready", "reason": missing}, {"retry-after": "1"})
+
+
+async def status(app: App, call: Call) -> None:
+    """What every scenario serves and its learner does. `learner` is null where the learner does not answer."""
+    looked = await _look(app)
+    shown = {
+        name: await view(app, serving) | {"learner": (looked or {}).get(name)}
+        for name, serving in sorted(app.context.watch.all().items())
+        if call.token.sees(name)
+    }
+    body = {
+        "status": "ok",
+        "scenarios": shown,
+        "engine": {"ready": await app.context.engine_ready()},
+        "learner": {"alive": looked is not None},
+    }
+    await call.json(200, body)
+
+
+async def view(app: App, serving: Serving) -> dict[str, Any]:
+    """One scenario: what it serves, and its recipe as people write it."""
+    try:
+        seq = (await app.shelf.take(serving.release_id)).release.seq
+    except MissingError:
+        seq = None
+    return {
+        "release_id": serving.release_id,
+        "seq": seq,
+        "epoch": serving.epoch,
+        "recipe": app.context.recipe_of(serving.scenario),
+    }
+
+
+async def _missing(app: App) -> str | None:
+    context = app.context
+    if context.watch.get(context.default_scenario) is None:
+        return f"the scenario {context.default_scenario!r} is not served yet"
+    try:
+        if not await context.engine_ready():
+            return "the engine is not ready: it is loading its model, or starting again"
+        if not await context.store_ready():
+            return "the record store cannot be written now"
+    except ReefError as error:
+        return error.message
+    return None
+
+
+async def _look(app: App) -> dict[str, dict[str, Any]] | None:
+    if app.context.learner is None:
+        return None
+    try:
+        answer = await app.context.learner.call(Look(), timeout=1.0)
+    except (ReefError, OSError):
+        return None
+    return answer.scenarios if isinstance(answer, Looked) else None

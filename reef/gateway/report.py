@@ -1,0 +1,239 @@
+"""POST /reef/report: feedback on answers, checked, stored, and the learner told.
+
+Knows: the fields of a report and what is wrong with each; how its scenario is found from the receipts it quotes.
+Does not know: what the feedback is worth. A stored report is answered before anybody has looked at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reef.core.errors import InputError, MissingError
+from reef.core.failpoint import failpoint
+from reef.core.ids import new_report, parse_receipt
+from reef.core.nouns import Json, Record, Report
+from reef.gateway.auth import Token
+from reef.gateway.body import check_type, parse, read
+from reef.gateway.call import Call
+
+if TYPE_CHECKING:
+    from reef.gateway.app import App
+
+MAX_REFERENCES = 1000
+_REPORT_ID = re.compile(r"rep_[A-Za-z0-9_-]{1,64}")
+_FIELDS = frozenset(
+    [
+        "score",
+        "metrics",
+        "feedback",
+        "references",
+        "per_receipt",
+        "choice",
+        "demonstration",
+        "metadata",
+        "agent_record_id",
+    ]
+)
+_SAYING = ("score", "metrics", "per_receipt", "feedback", "demonstration")
+_QUOTE = "quote the x-reef-agent-record-id header of an answer"
+
+
+async def report(app: App, call: Call) -> None:
+    """Store one report and answer with its id."""
+    body = await _read(app, call)
+    draft = check(body)
+    records = await find(app, call.token, draft.references)
+    scenario = _scenario(call, records)
+    if draft.choice is not None:
+        _check_choice(draft.choice, records)
+    entry = Report(
+        id=draft.id,
+        scenario=scenario,
+        references=draft.references,
+        created_at=time.time(),
+        score=draft.score,
+        metrics=draft.metrics,
+        per_receipt=draft.per_receipt,
+        feedback=draft.feedback,
+        choice=draft.choice,
+        demonstration=draft.demonstration,
+        metadata=draft.metadata,
+    )
+    stored = await app.context.store.append(entry)
+    failpoint("gateway.report_stored")
+    app.wake(scenario)
+    answer = {
+        "agent_record_id": entry.id,
+        "scenario": scenario,
+        "request_type": "report",
+        "duplicate": stored.duplicate,
+    }
+    await call.json(200, answer, {"x-reef-scenario": scenario})
+
+
+async def _read(app: App, call: Call) -> dict[str, Any]:
+    check_type(call.headers.get("content-type"))
+    data = await read(call, app.context.limits.report_bytes)
+    try:
+        return parse(data)
+    except InputError:
+        if (name := _not_finite(data)) is not None:
+            raise InputError(f"{name} is not finite; JSON has no NaN or Infinity: leave it out", param=name) from None
+        raise
+
+
+def check(body: Mapping[str, Any]) -> Report:
+    """A report as the body says it, with an empty scenario and no time. InputError names the field that is wrong."""
+    if unknown := sorted(set(body) - _FIELDS):
+        raise InputError(f"unknown field {unknown[0]!r}; a report has: {', '.join(sorted(_FIELDS))}", param=unknown[0])
+    per_receipt = _numbers(body, "per_receipt")
+    references = _references(body.get("references"), list(per_receipt))
+    scores = {}
+    for key, value in per_receipt.items():
+        receipt = _receipt(key, "per_receipt")
+        if receipt not in references:
+            raise InputError(f"per_receipt has {key!r}, which is not in references; add it there", param="per_receipt")
+        scores[receipt] = value
+    feedback, demonstration = body.get("feedback"), body.get("demonstration")
+    if feedback is not None and not isinstance(feedback, (str, dict)):
+        raise InputError("feedback must be a string or an object", param="feedback")
+    if isinstance(demonstration, dict):
+        if not isinstance(demonstration.get("content"), (str, list)) and not demonstration.get("tool_calls"):
+            raise InputError("demonstration must be a message with content, or a string", param="demonstration")
+    elif demonstration is not None and not isinstance(demonstration, str):
+        raise InputError("demonstration must be a string or a message", param="demonstration")
+    metadata, choice = body.get("metadata"), body.get("choice")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise InputError("metadata must be an object", param="metadata")
+    if choice is not None and (not isinstance(choice, int) or isinstance(choice, bool) or choice < 0):
+        raise InputError("choice must be a whole number from 0", param="choice")
+    score = None if body.get("score") is None else _number(body["score"], "score")
+    metrics = _numbers(body, "metrics")
+    if all(body.get(name) in (None, "", {}, []) for name in _SAYING):
+        raise InputError(f"an empty report: give at least one of {', '.join(_SAYING)}", param="score")
+    return Report(
+        id=_id(body.get("agent_record_id")),
+        scenario="",
+        references=references,
+        created_at=0.0,
+        score=score,
+        metrics=metrics,
+        per_receipt=scores,
+        feedback=feedback,
+        choice=choice,
+        demonstration=demonstration,
+        metadata=metadata,
+    )
+
+
+async def find(app: App, token: Token, references: tuple[str, ...]) -> list[Record]:
+    """The records quoted. One that is unknown, or of a scenario the token may not see, is the same error."""
+    try:
+        entries = await app.context.store.get(references)
+    except MissingError as error:
+        unknown = next((name for name in references if name in error.message), references[0])
+        raise _unknown(unknown) from None
+    records = [entry for entry in entries if isinstance(entry, Record)]
+    for record in records:
+        if not token.sees(record.scenario):
+            raise _unknown(record.id)
+    return records
+
+
+def _scenario(call: Call, records: list[Record]) -> str:
+    scenario = records[0].scenario
+    for record in records:
+        if record.scenario != scenario:
+            raise InputError(
+                f"{record.id} is of another scenario than {records[0].id}; send one report for each scenario",
+                param="references",
+            )
+    if call.scenario is not None and call.scenario != scenario:
+        raise InputError(
+            f"the header x-reef-scenario says {call.scenario!r}, but the references are not of it; leave it out",
+            param="x-reef-scenario",
+        )
+    return scenario
+
+
+def _check_choice(choice: int, records: list[Record]) -> None:
+    for record in records:
+        if record.status == "complete" and choice not in {given.index for given in record.choices}:
+            raise InputError(f"{record.id} has no choice {choice}; it has {len(record.choices)}", param="choice")
+
+
+def _references(value: Json, quoted: list[str]) -> tuple[str, ...]:
+    if value is None:
+        value = quoted
+    if not isinstance(value, list) or not value:
+        raise InputError(f"references must be a list with at least one receipt; {_QUOTE}", param="references")
+    if len(value) > MAX_REFERENCES:
+        raise InputError(f"{len(value)} references; the limit is {MAX_REFERENCES}", param="references")
+    return tuple(dict.fromkeys(_receipt(item, "references") for item in value))
+
+
+def _receipt(value: Json, param: str) -> str:
+    if isinstance(value, str) and value.startswith("rep_"):
+        raise InputError(f"{value[:80]!r} is a report's id, which cannot be quoted; {_QUOTE}", param=param)
+    if not isinstance(value, str) or (receipt := parse_receipt(value)) is None:
+        raise InputError(f"{str(value)[:80]!r} is not a receipt; {_QUOTE}", param=param)
+    return receipt
+
+
+def _unknown(name: str) -> InputError:
+    return InputError(f"no record with the receipt {name}; {_QUOTE} of this server", param="references")
+
+
+def _id(value: Json) -> str:
+    if value is None:
+        return new_report()
+    if not isinstance(value, str) or not _REPORT_ID.fullmatch(value):
+        raise InputError(
+            "agent_record_id must be rep_ and 1 to 64 letters, digits, - or _; leave it out to get one",
+            param="agent_record_id",
+        )
+    return value
+
+
+def _number(value: Json, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InputError(f"{name} must be a number, not {type(value).__name__}", param=name)
+    if not math.isfinite(value):
+        raise InputError(f"{name} must be finite", param=name)
+    return float(value)
+
+
+def _numbers(body: Mapping[str, Any], name: str) -> dict[str, float]:
+    value = body.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InputError(f"{name} must be an object of numbers", param=name)
+    return {key: _number(item, f"{name}.{key}") for key, item in value.items()}
+
+
+def _not_finite(data: bytes) -> str | None:
+    """The first field with a NaN or Infinity, in a body that is JSON but for those; None for any other mistake."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    found: list[str] = []
+
+    def look(item: Any, name: str) -> None:
+        if isinstance(item, float) and not math.isfinite(item):
+            found.append(name)
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                look(inner, f"{name}.{key}" if name else key)
+        elif isinstance(item, list):
+            for inner in item:
+                look(inner, name)
+
+    look(value, "")
+    return found[0] if found else None

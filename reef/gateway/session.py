@@ -1,0 +1,62 @@
+"""Which session a request belongs to, as far as the request itself says, and its tags.
+
+Knows: the headers and body fields agent clients use for it, and which of them counts first.
+Does not know: transcripts. A request that names no session is joined by its transcript later, by `experience`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+_HEADERS = (
+    "x-reef-session",
+    "x-reef-tag-session",
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "x-claude-code-session-id",
+)
+_BRANCH = {"x-claude-code-agent-id": "agent-id", "x-parent-session-id": "parent-session-id", "thread-id": "thread-id"}
+_TAG = "x-reef-tag-"
+_IN_USER_ID = re.compile(r"session_([A-Za-z0-9-]{8,})$")
+MOST = 512  # characters of a session's name that are kept
+
+
+def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
+    """The first of: a session header, `metadata.user_id`'s session, `prompt_cache_key`; None when there is none."""
+    for name in _HEADERS:
+        if value := headers.get(name):
+            return value[:MOST]
+    metadata = body.get("metadata")
+    if isinstance(metadata, dict) and (session := _in_user_id(metadata.get("user_id"))):
+        return session[:MOST]
+    key = body.get("prompt_cache_key")
+    return key[:MOST] if isinstance(key, str) and key else None
+
+
+def tags_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """`x-reef-tag-<name>` headers by name, and the headers by which clients tell branches of a session apart."""
+    tags = {name[len(_TAG) :]: value for name, value in headers.items() if name.startswith(_TAG)}
+    for header, name in _BRANCH.items():
+        if header in headers:
+            tags.setdefault(name, headers[header])
+    return tags
+
+
+def _in_user_id(value: Any) -> str | None:
+    """The session id in a client's `metadata.user_id`: a JSON object's `session_id`, or a `…session_<id>` ending."""
+    if not isinstance(value, str):
+        return None
+    if value.startswith("{"):
+        try:
+            inner = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return None
+        session = inner.get("session_id") if isinstance(inner, dict) else None
+        return session if isinstance(session, str) and session else None
+    found = _IN_USER_ID.search(value)
+    return found.group(1) if found else None

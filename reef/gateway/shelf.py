@@ -1,0 +1,51 @@
+"""Releases the gateway has looked up, kept: a release never changes, so once is enough.
+
+Knows: which scenario a release is of, its number, and the rules its harness part adds to a request.
+Does not know: what is served (`scenario.Watch`), or weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from reef.core.nouns import Release
+from reef.harness import tree
+from reef.releases import ReleaseChain
+
+KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Shelved:
+    release: Release
+    rules: str | None
+
+
+class Shelf:
+    def __init__(self, chain: ReleaseChain) -> None:
+        self._chain = chain
+        self._shelved: dict[str, Shelved] = {}
+
+    def seen(self, release_id: str) -> Shelved | None:
+        """For the hot path: what is here already."""
+        return self._shelved.get(release_id)
+
+    async def take(self, release_id: str) -> Shelved:
+        """A release or candidate by id or unique prefix. MissingError when there is none, ChainError when damaged."""
+        if (found := self._shelved.get(release_id)) is not None:
+            return found
+        found = await asyncio.to_thread(self._read, release_id)
+        if len(self._shelved) >= KEPT:
+            self._shelved.clear()
+        self._shelved[found.release.id] = found
+        return found
+
+    def _read(self, release_id: str) -> Shelved:
+        release = self._chain.get(release_id)
+        rules = None
+        if "harness" in release.parts:
+            path: Path = self._chain.files(release.id, "harness")[tree.FILE]
+            rules = tree.render_rules(tree.read(path.read_bytes()))
+        return Shelved(release, rules)

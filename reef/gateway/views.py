@@ -1,0 +1,167 @@
+"""Releases and records as JSON, and the routes that read them.
+
+Knows: paging (newest first, `after` goes on where a page ended), filters, which fields a person or program gets.
+Does not know: anything that is not in the chain or the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, get_args
+
+import orjson
+
+from reef.core.errors import InputError, MissingError
+from reef.core.ids import parse_receipt
+from reef.core.nouns import Purpose, Record, Release, Status
+from reef.gateway.call import Call
+from reef.records import Query
+
+if TYPE_CHECKING:
+    from reef.gateway.app import App
+
+PAGE = 50
+MOST = 500
+_FILTERS: Mapping[str, tuple[str, ...] | None] = {
+    "session": None,
+    "release_id": None,
+    "status": get_args(Status),
+    "purpose": get_args(Purpose),
+}
+
+
+async def releases(app: App, call: Call) -> None:
+    """`{releases, next}`; `next` is the `after` of the following page, or null."""
+    name = _scenario(app, call)
+    limit = call.number("limit", PAGE, MOST) or PAGE
+    after = call.query("after")
+    found = await asyncio.to_thread(app.context.chain.history, name, limit + 1, after)
+    current = _current(app, name)
+    shown = [release_view(item, current=item.id == current) for item in found[:limit]]
+    await call.json(200, {"releases": shown, "next": shown[-1]["release_id"] if len(found) > limit else None})
+
+
+async def release(app: App, call: Call) -> None:
+    """One release or candidate, by id or unique prefix."""
+    name = _scenario(app, call)
+    found = (await app.shelf.take(call.params["id"])).release
+    if found.scenario != name:
+        raise MissingError(f"scenario {name!r} has no release {call.params['id']!r}", param="release_id")
+    await call.json(200, release_view(found, current=found.id == _current(app, name)))
+
+
+async def records(app: App, call: Call) -> None:
+    """`{records, next}`, newest first. Filters: session, release_id, status, purpose."""
+    name = _scenario(app, call)
+    limit = call.number("limit", PAGE, MOST) or PAGE
+    after = call.number("after", None, 2**62)
+    filters: dict[str, str] = {}
+    for key, allowed in _FILTERS.items():
+        if (value := call.query(key)) is not None:
+            if allowed is not None and value not in allowed:
+                raise InputError(f"{key} must be one of {', '.join(allowed)}", param=key)
+            filters[key] = value
+    found = await app.context.store.find(Query(name, before=after, limit=limit + 1, **filters))
+    shown = [record_view(item) | {"seq": seq} for seq, item in found[:limit] if isinstance(item, Record)]
+    await call.json(200, {"records": shown, "next": found[limit - 1][0] if len(found) > limit else None})
+
+
+async def record(app: App, call: Call) -> None:
+    """One record, whole: request, what the engine got, choices with their tokens."""
+    name = _scenario(app, call)
+    receipt = parse_receipt(call.params["id"])
+    missing = MissingError(f"scenario {name!r} has no record {call.params['id'][:80]!r}", param="id")
+    if receipt is None:
+        raise missing
+    try:
+        (found,) = await app.context.store.get([receipt])
+    except MissingError:
+        raise missing from None
+    if not isinstance(found, Record) or found.scenario != name:
+        raise missing
+    await call.json(200, record_view(found, whole=True))
+
+
+def release_view(item: Release, *, current: bool) -> dict[str, Any]:
+    """A release as API.md lists it. Part files are `{name: {sha256, bytes}}`."""
+    parts = {
+        name: {
+            "kind": part.kind,
+            "files": {file: {"sha256": sha256, "bytes": size} for file, (sha256, size) in part.files.items()},
+            "meta": dict(part.meta),
+        }
+        for name, part in item.parts.items()
+    }
+    return {
+        "release_id": item.id,
+        "seq": item.seq,
+        "scenario": item.scenario,
+        "operation": item.operation,
+        "parts": parts,
+        "parent": item.parent,
+        "base": item.base,
+        "step": item.step,
+        "line": item.line,
+        "evaluation": asdict(item.evaluation) if item.evaluation else None,
+        "recipe": item.recipe,
+        "consumed": {part: asdict(consumed) for part, consumed in item.consumed.items()},
+        "actor": item.actor,
+        "reason": item.reason,
+        "created_at": item.created_at,
+        "current": current,
+    }
+
+
+def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:
+    """A record; `whole` adds the bodies and the sampled tokens."""
+    view = {
+        "agent_record_id": item.id,
+        "scenario": item.scenario,
+        "release_id": item.release_id,
+        "purpose": item.purpose,
+        "dialect": item.dialect,
+        "status": item.status,
+        "timing": asdict(item.timing),
+        "usage": asdict(item.usage) if item.usage else None,
+        "model_asked": item.model_asked,
+        "model_answered": item.model_answered,
+        "session": item.session,
+        "tags": dict(item.tags),
+        "client": item.client,
+        "upstream_id": item.upstream_id,
+        "error": item.error,
+        "untrainable": item.untrainable,
+    }
+    if not whole:
+        choices = [{"index": c.index, "text": c.text, "finish_reason": c.finish_reason} for c in item.choices]
+        return view | {"choices": choices}
+    return view | {
+        "choices": [asdict(choice) for choice in item.choices],
+        "request": _json(item.request),
+        "rendered": None if item.rendered is None else _json(item.rendered),
+        "prompt_ids": item.prompt_ids,
+        "sampling": asdict(item.sampling) if item.sampling else None,
+    }
+
+
+def _json(body: bytes) -> Any:
+    """A body for a JSON answer: as it is when it is JSON, else as text."""
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace")
+    return orjson.Fragment(body)
+
+
+def _scenario(app: App, call: Call) -> str:
+    name = call.params["s"]
+    if app.context.watch.get(name) is None:
+        raise MissingError(f"no scenario {name!r}; GET /reef/scenarios lists them", param="scenario")
+    return name
+
+
+def _current(app: App, name: str) -> str | None:
+    served = app.context.watch.get(name)
+    return served.release_id if served else None

@@ -1,0 +1,224 @@
+"""Scenarios, releases, records, rollback, status, health, models."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from reef.engines.fake import Fault
+from reef.records.board import Board
+from reef.releases import Draft
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_models_suit_both_sdk_families(run, tmp_path):
+    async with run(tmp_path, models=("smol", "org/name", "third")) as gateway, gateway.client() as client:
+        page = (await client.get("/v1/models")).json()
+        assert page["object"] == "list"
+        assert (page["has_more"], page["first_id"], page["last_id"]) == (False, "smol", "third")
+        assert page["data"][0] == {
+            "id": "smol",
+            "object": "model",
+            "type": "model",
+            "display_name": "smol",
+            "created": 0,
+            "created_at": "1970-01-01T00:00:00Z",
+            "owned_by": "reef",
+        }
+        short = (await client.get("/v1/models?limit=2")).json()
+        assert (short["has_more"], short["last_id"]) == (True, "org/name")
+        assert [m["id"] for m in (await client.get("/v1/models?after_id=org/name")).json()["data"]] == ["third"]
+        assert (await client.get("/v1/models/org/name")).json()["id"] == "org/name"
+        assert (await client.get("/s/default/v1/models/org%2Fname")).json()["id"] == "org/name"
+        missing = await client.get("/v1/models/none")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        assert (await client.get("/v1/models?limit=x")).json()["error"]["param"] == "limit"
+
+
+async def test_health_needs_no_token(gateway):
+    async with gateway.client(None) as client:
+        for path in ("/", "/api/hello", "/healthz", "/readyz"):
+            response = await client.head(path)
+            assert (response.status_code, response.content) == (200, b"")
+        assert (await client.get("/healthz")).json() == {"status": "ok"}
+
+
+async def test_ready_says_what_is_missing(run, tmp_path):
+    can_write = True
+
+    async def store_ready():
+        return can_write
+
+    async with run(tmp_path, store_ready=store_ready) as gateway, gateway.client(None) as client:
+        assert (await client.get("/readyz")).status_code == 200
+        gateway.engine.is_ready = False
+        response = await client.get("/readyz")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "engine" in response.json()["reason"]
+        gateway.engine.is_ready = True
+        can_write = False
+        assert "record store" in (await client.get("/readyz")).json()["reason"]
+        can_write = True
+        assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_not_ready_without_the_default_scenario(run, tmp_path):
+    async with run(tmp_path, default_scenario="main") as gateway, gateway.client() as client:
+        assert "main" in (await client.get("/readyz")).json()["reason"]
+        assert (await client.post("/v1/chat/completions", json=ASK)).status_code == 200
+        assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_create_and_inspect_a_scenario(gateway, client):
+    made = await client.post("/reef/scenarios", json={"name": "shop", "recipe": "record"})
+    assert made.status_code == 201
+    head = gateway.chain.head("shop")
+    assert made.json() == {
+        "name": "shop",
+        "release_id": head.id,
+        "seq": 0,
+        "epoch": 1,
+        "recipe": None,
+        "fixed": False,
+    }
+    assert gateway.board.scenarios()["shop"] == {"recipe": "record"}
+    assert (await client.get("/reef/scenarios/shop")).json() == made.json()
+    listed = (await client.get("/reef/scenarios")).json()["scenarios"]
+    assert [item["name"] for item in listed] == ["default", "shop"]
+    again = await client.post("/reef/scenarios", json={"name": "shop"})
+    assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
+    for name in ("Shop", "", None, "a..b", 3):
+        bad = await client.post("/reef/scenarios", json={"name": name})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "name")
+    assert (await client.get("/reef/scenarios/none")).status_code == 404
+
+
+async def test_scenarios_of_the_file_are_read_only(run, tmp_path):
+    async with run(tmp_path, fixed=frozenset({"written"})) as gateway, gateway.client() as client:
+        response = await client.post("/reef/scenarios", json={"name": "written"})
+        assert response.status_code == 409
+        assert gateway.chain.head("written") is None
+
+
+async def test_releases_are_listed_newest_first(gateway, client):
+    ids = [gateway.board.get("default").release_id]
+    ids += [gateway.publish_rules(f"Rule {number}.") for number in range(3)]
+    page = (await client.get("/reef/scenarios/default/releases?limit=3")).json()
+    assert [item["release_id"] for item in page["releases"]] == ids[:0:-1]
+    assert [item["current"] for item in page["releases"]] == [True, False, False]
+    first = page["releases"][0]
+    assert (first["seq"], first["operation"], first["parent"]) == (3, "publish", ids[2])
+    assert first["parts"]["harness"]["kind"] == "tree"
+    assert set(first["parts"]["harness"]["files"]["harness.json"]) == {"sha256", "bytes"}
+    rest = (await client.get(f"/reef/scenarios/default/releases?after={page['next']}")).json()
+    assert [item["release_id"] for item in rest["releases"]] == [ids[0]]
+    assert rest["next"] is None
+    one = await client.get(f"/reef/scenarios/default/releases/{ids[1][:10]}")
+    assert one.json()["release_id"] == ids[1]
+    assert (await client.get(f"/reef/scenarios/default/releases/{'0' * 40}")).status_code == 404
+
+
+async def test_rollback_serves_the_earlier_release_at_once(gateway, client):
+    base = gateway.board.get("default").release_id
+    top = gateway.publish_rules("Be brief.")
+    stale = await client.post("/reef/scenarios/default/rollback", json={"release_id": base, "expected": base})
+    assert stale.status_code == 409
+    assert stale.json()["error"]["head"] == top
+    assert stale.headers["x-should-retry"] == "false"
+    done = await client.post("/reef/scenarios/default/rollback", json={"release_id": base, "reason": "too brief"})
+    assert done.status_code == 200
+    release = done.json()
+    assert (release["operation"], release["base"], release["parent"]) == ("rollback", base, top)
+    assert (release["actor"], release["reason"], release["current"]) == ("owner", "too brief", True)
+    answer = await client.post("/v1/chat/completions", json=ASK)
+    assert answer.headers["x-reef-release-id"] == release["release_id"]
+    assert (await gateway.record(answer.headers["x-request-id"])).rendered is None
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [({}, 400), ({"release_id": 3}, 400), ({"release_id": "0" * 40}, 404), ({"release_id": "x", "why": 1}, 400)],
+)
+async def test_bad_rollbacks(gateway, client, body, status):
+    before = gateway.chain.head("default").id
+    assert (await client.post("/reef/scenarios/default/rollback", json=body)).status_code == status
+    assert gateway.chain.head("default").id == before
+    assert (await client.post("/reef/scenarios/none/rollback", json=body)).status_code == 404
+
+
+async def test_a_flip_elsewhere_is_followed(gateway, client):
+    await client.post("/v1/chat/completions", json=ASK)
+    other = Board(gateway.state / "records.db")
+    release = gateway.chain.publish(
+        "default",
+        Draft("publish", {}, step=1),
+        gateway.chain.head("default").id,
+    )
+    other.flip("default", release.id)
+    other.close()
+    await asyncio.sleep(0.1)
+    answer = await client.post("/v1/chat/completions", json=ASK)
+    assert answer.headers["x-reef-release-id"] == release.id
+
+
+async def test_records_are_paged_and_filtered(gateway, client):
+    receipts = []
+    for number in range(5):
+        response = await client.post(
+            "/v1/chat/completions", json=ASK, headers={"x-reef-session": "even" if number % 2 == 0 else "odd"}
+        )
+        receipts.append(response.headers["x-reef-agent-record-id"])
+    gateway.engine.faults.append(Fault("refuse"))
+    await client.post("/v1/chat/completions", json=ASK)
+    route = "/reef/scenarios/default/records"
+    page = (await client.get(route, params={"limit": 4, "status": "complete"})).json()
+    assert [item["agent_record_id"] for item in page["records"]] == receipts[:0:-1]
+    rest = (await client.get(route, params={"status": "complete", "after": page["next"]})).json()
+    assert [item["agent_record_id"] for item in rest["records"]] == receipts[:1]
+    assert rest["next"] is None
+    odd = (await client.get(route, params={"session": "odd"})).json()["records"]
+    assert [item["agent_record_id"] for item in odd] == [receipts[3], receipts[1]]
+    failed = (await client.get(route, params={"status": "failed"})).json()["records"]
+    assert [item["error"] for item in failed] == ["the engine refused; try again"]
+    bad = await client.get(route, params={"status": "odd"})
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "status")
+
+
+async def test_one_record_whole(gateway, client):
+    receipt = (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+    whole = (await client.get(f"/reef/scenarios/default/records/chatcmpl-{receipt}")).json()
+    assert whole["request"] == ASK
+    assert len(whole["choices"][0]["output_ids"]) == len(whole["choices"][0]["logprobs"]) == 3
+    assert whole["sampling"]["temperature"] == 1.0
+    for missing in ("0" * 32, "nonsense", "rep_" + "0" * 32):
+        assert (await client.get(f"/reef/scenarios/default/records/{missing}")).status_code == 404
+    await client.post("/s/other/v1/chat/completions", json=ASK)
+    assert (await client.get(f"/reef/scenarios/other/records/{receipt}")).status_code == 404
+
+
+async def test_status(gateway, client):
+    status = (await client.get("/reef/status")).json()
+    served = gateway.board.get("default")
+    assert status == {
+        "status": "ok",
+        "scenarios": {
+            "default": {
+                "release_id": served.release_id,
+                "seq": 0,
+                "epoch": served.epoch,
+                "recipe": None,
+                "learner": None,
+            }
+        },
+        "engine": {"ready": True},
+        "learner": {"alive": False},
+    }
+
+
+async def test_sync_client_keeps_its_connection(gateway):
+    def talk():
+        with httpx.Client(base_url=gateway.url, headers={"x-api-key": "t-all-rights"}) as client:
+            return [client.post("/v1/chat/completions", json=ASK).status_code for _ in range(20)]
+
+    assert await asyncio.to_thread(talk) == [200] * 20

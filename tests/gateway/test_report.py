@@ -1,0 +1,222 @@
+import asyncio
+import contextlib
+import json
+import socket
+
+import pytest
+
+from reef.core import rpc
+from reef.core.nouns import Report
+from reef.core.wire import Done, Wake
+from reef.records import Query
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+async def receipt(client):
+    return (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+
+
+async def stored(gateway, scenario="default"):
+    return [item for _, item in await gateway.store.find(Query(scenario, kind="report"))]
+
+
+async def test_every_field_is_stored(gateway, client, receipt):
+    second = (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+    body = {
+        "score": 1,
+        "metrics": {"clarity": 0.25},
+        "feedback": {"why": "short"},
+        "references": [receipt, f"chatcmpl-{second}", receipt],
+        "per_receipt": {f"resp_{second}": -2.5},
+        "choice": 0,
+        "demonstration": {"role": "assistant", "content": "Hello!"},
+        "metadata": {"page": 3},
+    }
+    response = await client.post("/reef/report", json=body)
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer == {
+        "agent_record_id": answer["agent_record_id"],
+        "scenario": "default",
+        "request_type": "report",
+        "duplicate": False,
+    }
+    (report,) = await gateway.store.get([answer["agent_record_id"]])
+    assert isinstance(report, Report)
+    assert report.references == (receipt, second)
+    assert report.per_receipt == {second: -2.5}
+    assert (report.score, report.choice) == (1.0, 0)
+    assert report.metrics == {"clarity": 0.25}
+    assert report.feedback == {"why": "short"}
+    assert report.demonstration == {"role": "assistant", "content": "Hello!"}
+    assert report.metadata == {"page": 3}
+
+
+async def test_per_receipt_alone_names_its_references(gateway, client, receipt):
+    response = await client.post("/reef/report", json={"per_receipt": {receipt: 0}})
+    assert response.status_code == 200
+    (report,) = await stored(gateway)
+    assert report.references == (receipt,)
+    assert report.score is None
+    assert report.score_of(receipt) == 0.0
+
+
+BAD = [
+    ({"score": True}, "score"),
+    ({"score": "1"}, "score"),
+    ({"metrics": {"a": False}}, "metrics.a"),
+    ({"metrics": [1]}, "metrics"),
+    ({"feedback": 3}, "feedback"),
+    ({"feedback": ""}, "score"),
+    ({"score": None}, "score"),
+    ({"score": 1, "choice": -1}, "choice"),
+    ({"score": 1, "choice": True}, "choice"),
+    ({"score": 1, "choice": 4}, "choice"),
+    ({"score": 1, "metadata": []}, "metadata"),
+    ({"demonstration": 4}, "demonstration"),
+    ({"demonstration": {"role": "assistant"}}, "demonstration"),
+    ({"score": 1, "references": []}, "references"),
+    ({"score": 1, "references": None}, "references"),
+    ({"score": 1, "references": "x"}, "references"),
+    ({"score": 1, "references": ["not-a-receipt"]}, "references"),
+    ({"score": 1, "references": [3]}, "references"),
+    ({"score": 1, "references": ["0" * 32]}, "references"),
+    ({"score": 1, "references": ["rep_" + "0" * 32]}, "references"),
+    ({"score": 1, "per_receipt": {"f" * 32: 1}}, "per_receipt"),
+    ({"score": 1, "agent_record_id": "mine"}, "agent_record_id"),
+    ({"scroe": 1}, "scroe"),
+]
+
+
+async def test_bad_reports_name_the_field(gateway, client, receipt):
+    for change, param in BAD:
+        response = await client.post("/reef/report", json={"references": [receipt], **change})
+        assert response.status_code == 400, (change, response.text)
+        error = response.json()["error"]
+        assert error["param"] == param, change
+        assert error["type"] == "invalid_request_error"
+    assert await stored(gateway) == []
+
+
+async def test_scores_that_are_not_finite(gateway, client, receipt):
+    for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+        body = f'{{"references": ["{receipt}"], "score": {number}}}'
+        response = await client.post("/reef/report", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "score"
+        assert "finite" in response.json()["error"]["message"]
+    assert await stored(gateway) == []
+
+
+async def test_quoting_a_report_says_so(client, receipt):
+    first = (await client.post("/reef/report", json={"score": 1, "references": [receipt]})).json()["agent_record_id"]
+    response = await client.post("/reef/report", json={"score": 1, "references": [first]})
+    assert response.status_code == 400
+    assert "report's id" in response.json()["error"]["message"]
+
+
+async def test_same_id_twice_and_with_other_content(gateway, client, receipt):
+    body = {"score": 1, "references": [receipt], "agent_record_id": "rep_mine-1"}
+    answers = await asyncio.gather(*(client.post("/reef/report", json=body) for _ in range(5)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert sorted(answer.json()["duplicate"] for answer in answers) == [False, True, True, True, True]
+    conflict = await client.post("/reef/report", json={**body, "score": 0})
+    assert conflict.status_code == 409
+    assert conflict.headers["x-should-retry"] == "false"
+    (report,) = await stored(gateway)
+    assert report.score == 1.0
+
+
+async def test_scenario_comes_from_the_references(client, receipt):
+    other = (await client.post("/s/one/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+    body = {"score": 1, "references": [other]}
+    assert (await client.post("/reef/report", json=body)).json()["scenario"] == "one"
+    disagreeing = await client.post("/reef/report", json=body, headers={"x-reef-scenario": "default"})
+    assert (disagreeing.status_code, disagreeing.json()["error"]["param"]) == (400, "x-reef-scenario")
+    mixed = await client.post("/reef/report", json={"score": 1, "references": [other, receipt]})
+    assert (mixed.status_code, mixed.json()["error"]["param"]) == (400, "references")
+
+
+async def test_foreign_and_unknown_receipts_look_the_same(gateway, client, receipt):
+    async with gateway.client("t-one") as tenant:
+        foreign = await tenant.post("/reef/report", json={"score": 1, "references": [receipt]})
+        unknown = await tenant.post("/reef/report", json={"score": 1, "references": ["0" * 32]})
+    assert foreign.status_code == unknown.status_code == 400
+    assert foreign.json()["error"]["message"].replace(receipt, "0" * 32) == unknown.json()["error"]["message"]
+
+
+async def test_too_large(gateway, client, receipt):
+    response = await client.post("/reef/report", json={"feedback": "x" * 1_100_000, "references": [receipt]})
+    assert response.status_code == 413
+    assert await stored(gateway) == []
+
+
+@contextlib.asynccontextmanager
+async def learner(path, handler):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    server = await rpc.serve(listener, handler)
+    try:
+        yield
+    finally:
+        server.close()
+        listener.close()
+
+
+async def post(gateway, score):
+    async with gateway.client() as client:
+        receipt = (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+        return await client.post("/reef/report", json={"score": score, "references": [receipt]})
+
+
+async def test_the_learner_is_woken(run, tmp_path):
+    woken = asyncio.Queue()
+
+    async def handle(message):
+        await woken.put(message)
+        return Done()
+
+    async with learner(tmp_path / "l.sock", handle), run(tmp_path, learner=tmp_path / "l.sock") as gateway:
+        assert (await post(gateway, 1)).status_code == 200
+        assert await asyncio.wait_for(woken.get(), 2) == Wake(scenario="default")
+
+
+async def test_a_hanging_learner_delays_nothing_and_is_woken_again(run, tmp_path):
+    calls = []
+    release = asyncio.Event()
+
+    async def handle(message):
+        calls.append(message)
+        await release.wait()
+        return Done()
+
+    async with learner(tmp_path / "l.sock", handle), run(tmp_path, learner=tmp_path / "l.sock") as gateway:
+        begun = asyncio.get_running_loop().time()
+        for score in range(5):
+            assert (await post(gateway, score)).status_code == 200
+        assert asyncio.get_running_loop().time() - begun < 2.0
+        assert len(calls) == 1
+        release.set()
+        await asyncio.sleep(0.1)
+        assert len(calls) == 2  # once more for the four reports that came meanwhile
+
+
+async def test_a_dead_learner_fails_nothing(run, tmp_path):
+    async with run(tmp_path, learner=tmp_path / "nobody.sock") as gateway:
+        assert (await post(gateway, 1)).status_code == 200
+        async with gateway.client() as client:
+            status = (await client.get("/reef/status")).json()
+        assert status["learner"] == {"alive": False}
+        assert status["scenarios"]["default"]["learner"] is None
+
+
+async def test_malformed_json_says_where(client):
+    response = await client.post(
+        "/reef/report", content=b'{"score": 1,\n "references": [}', headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 400
+    assert "line 2" in response.json()["error"]["message"]
+    assert json.loads(response.content)["error"]["code"] == "invalid_request"
