@@ -25,7 +25,7 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One inference request. `body` is the JSON to send (rendered); `headers` the client's, lower-case, without secrets."""
+    """One inference request. `body` is the JSON to send (rendered); `headers` the client's, without secrets."""
 
     receipt: str
     release_id: str
@@ -47,7 +47,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Then any number of these: bytes for the client, untouched. `terminal` marks the one with the dialect's end marker.
+    """Then any number of these: bytes for the client, untouched. `terminal` marks the one with the dialect's end.
 
     A terminal piece is held back until the record's commit; an answer that is not streamed is one terminal piece.
     """

@@ -94,6 +94,11 @@ class Board:
         """Hide a scenario; its records and chain stay. MissingError when there is none of that name."""
         self._update("UPDATE scenarios SET archived_at = ? WHERE name = ? AND archived_at IS NULL", time.time(), name)
 
+    def probe(self) -> None:
+        """Write and sync one unchanged row. StoreError when the store cannot be written now."""
+        with self._troubles(), self._write():
+            self._db.execute("UPDATE board SET version = version")
+
     def close(self) -> None:
         with self._lock:
             self._db.close()

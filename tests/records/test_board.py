@@ -1,10 +1,11 @@
 """The board: what is served, seen by every process, cheap to follow."""
 
+import sqlite3
 import threading
 
 import pytest
 
-from reef.core.errors import MissingError
+from reef.core.errors import MissingError, StoreError
 from reef.core.nouns import Serving
 from reef.records.board import Board
 
@@ -87,3 +88,23 @@ def test_a_new_board_has_what_the_old_one_had(boards, tmp_path):
     assert fresh.scenarios() == {"a": {"x": [1, None]}}
     assert fresh.get("a").release_id == "r9"
     fresh.close()
+
+
+def test_probe_writes_and_changes_nothing(tmp_path):
+    board = Board(tmp_path / "records.db")
+    before = board.version()
+    board.probe()
+    assert board.version() == before
+    board.close()
+
+
+def test_probe_of_a_store_that_cannot_be_written(tmp_path):
+    board = Board(tmp_path / "records.db", busy=0.1)
+    other = sqlite3.connect(tmp_path / "records.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked"):
+        board.probe()
+    other.execute("ROLLBACK")
+    board.probe()
+    other.close()
+    board.close()
