@@ -1,6 +1,7 @@
 """Measure a candidate against the incumbent and decide. The gate is one method, `evaluate`.
 
-Knows: how to ask an engine for answers of two releases, guards, suites, policies.
+Knows: how to ask an engine for answers of two releases (`ask.py`), what a broken model looks like (`guards.py`), tasks
+with checkable answers (`suite.py`), and how the measurements become a verdict (`policies.py`).
 Does not know: how the candidate was made, or what happens after the verdict.
 
 Policies: `always` (no check), `guarded` (guards only; default), `better` (guards and a suite file, paired per task).

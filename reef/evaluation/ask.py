@@ -1,0 +1,180 @@
+"""Ask an engine questions as one release, many at once, and keep what was already answered.
+
+Knows: chat requests, how to read an answer with or without tokens, retries, and that equal parts give equal answers.
+Does not know: what an answer is worth, records, scenarios. Nothing asked here is stored or counted as experience.
+
+- Asks have priority 1: live traffic goes first.
+- A failure of the engine or the wire is retried twice and is then *missing*, never an empty answer; a request that this
+  release makes impossible (its rules leave no room in the context) is the release's own failure, `impossible`.
+- Answers are kept by the content of the release's parts, so a published candidate needs no second asking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from reef.core.errors import EngineError, InputError, LimitError, ReefError, UpstreamError, WireError
+from reef.core.ids import new_receipt
+from reef.core.nouns import Json, Release
+from reef.engines import Answer, Ask, Engine, Head
+from reef.harness.tree import apply_rules
+
+TRIES = 3
+PAUSE = 0.2  # seconds before the first retry; twice that before the second
+PATIENCE = 120.0  # seconds one ask may take: evaluation waits behind live traffic
+WIDTH = 16  # asks in flight
+KEPT = 4096  # answers remembered
+
+FAILURES = (EngineError, WireError, LimitError)
+"""What an engine or the wire to it does wrong; nothing that a release could be blamed for."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A chat request without its model: `messages` as JSON text, so that a question can be a key."""
+
+    messages: str
+    max_tokens: int = 20
+    temperature: float = 0.0
+    seed: int = 0
+
+    @staticmethod
+    def of(text: str, **how: Any) -> Question:
+        """A single user message."""
+        return Question(json.dumps([{"role": "user", "content": text}], ensure_ascii=False), **how)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer. Token fields are None when the engine gave none. `missing` or `impossible` say why there is none."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    output_ids: tuple[int, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    missing: str | None = None
+    impossible: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Who is asked: a release id, the rules it puts before each request, and what its answers are kept under."""
+
+    release_id: str
+    rules: str | None
+    key: str
+
+
+class Asker:
+    """Asks one engine. `renders` gives the rules text of a release (None: it has none); it may block, being run in a
+    thread. `model` is the name put into requests, for engines that need one."""
+
+    def __init__(
+        self, engine: Engine, renders: Callable[[Release], str | None] | None = None, model: str | None = None
+    ) -> None:
+        self.engine = engine
+        self._renders = renders
+        self._model = model
+        self._gate = asyncio.Semaphore(WIDTH)
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+
+    async def side(self, release: Release) -> Side:
+        """A release as one to be asked. Its key is the content of its parts, so equal parts share their answers."""
+        rules = None if self._renders is None else await asyncio.to_thread(self._renders, release)
+        weights = release.parts.get("weights")
+        files = sorted((name, digest) for name, (digest, _) in weights.files.items()) if weights else []
+        return Side(release.id, rules, json.dumps([files or release.id, rules]))
+
+    async def replies(self, side: Side, questions: Sequence[Question]) -> list[Reply]:
+        """One reply per question, in order."""
+        return list(await asyncio.gather(*(self._reply(side, question) for question in questions)))
+
+    async def rate(self, side: Side, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
+        """Log-probs of given tokens under one release (rules play no part). EngineError from an engine that cannot."""
+        if not sequences:
+            return []
+        key = (side.key, tuple(map(tuple, sequences)), tuple(starts))
+        if key not in self._kept:
+            self._keep(key, await again(lambda: self.engine.rate(side.release_id, sequences, starts)))
+        rated: list[list[float]] = self._kept[key]
+        return rated
+
+    async def _reply(self, side: Side, question: Question) -> Reply:
+        key = (side.key, question)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            kept: Reply = self._kept[key]
+            return kept
+        async with self._gate:
+            try:
+                reply = await again(lambda: self._ask(side, question))
+            except InputError as error:
+                return Reply(impossible=error.message)
+            except FAILURES as error:
+                return Reply(missing=error.message)
+        self._keep(key, reply)
+        return reply
+
+    async def _ask(self, side: Side, question: Question) -> Reply:
+        body: dict[str, Any] = {} if self._model is None else {"model": self._model}
+        body |= {"messages": json.loads(question.messages), "max_tokens": question.max_tokens}
+        body |= {"temperature": question.temperature, "seed": question.seed}
+        data = json.dumps(apply_rules(body, side.rules), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        ask = Ask(new_receipt(), side.release_id, "chat", data, stream=False, priority=1)
+        status, parts, answer = 200, [], Answer()
+        async for item in self.engine.answer(ask):
+            if isinstance(item, Head):
+                status = item.status
+            elif isinstance(item, Answer):
+                answer = item
+            else:
+                parts.append(item.data)
+        if status >= 400:
+            raise UpstreamError(f"the engine answered {status}", status=status, body=b"".join(parts))
+        return _read(b"".join(parts), answer)
+
+    def _keep(self, key: Any, value: Any) -> None:
+        self._kept[key] = value
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+
+async def again(call: Callable[[], Coroutine[Any, Any, T] | Awaitable[T]]) -> T:
+    """The call's result; an engine's or the wire's failure is tried again twice. Other errors are raised at once."""
+    for attempt in range(1, TRIES + 1):
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return await call()
+        except TimeoutError:
+            failure: ReefError = EngineError(f"no answer within {PATIENCE:.0f} s")
+        except FAILURES as error:
+            failure = error
+        if attempt < TRIES:
+            await asyncio.sleep(PAUSE * attempt)
+    raise failure
+
+
+def _read(data: bytes, answer: Answer) -> Reply:
+    """The first choice, from what the engine knows of it, else from the bytes a client would see."""
+    if answer.choices:
+        first = answer.choices[0]
+        return Reply(first.text, first.finish_reason, answer.prompt_ids, first.output_ids, first.logprobs)
+    try:
+        choice = json.loads(data)["choices"][0]
+        return Reply(_text(choice["message"].get("content")), choice.get("finish_reason"))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise EngineError("the engine's answer is not a chat completion") from None
+
+
+def _text(content: Json) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
