@@ -178,6 +178,8 @@ async def serve(listener: socket.socket, handler: Handler) -> asyncio.Server:
                         task.cancel()
                 else:
                     running[frame.number] = asyncio.create_task(answer(frame))
+        except asyncio.CancelledError:
+            pass  # the process ends: left to propagate, asyncio would log it as the connection's own error
         finally:
             for task in list(running.values()):
                 task.cancel()

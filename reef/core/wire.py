@@ -53,6 +53,7 @@ class Delta(Message, frozen=True):
     release_id: str  # the weights that sampled these tokens
     top: list[list[tuple[int, float]]] | None = None  # top log-probs per token, when asked for
     pieces: list[str] | None = None  # each token's own text, when log-probs were asked for
+    top_pieces: list[list[str]] | None = None  # the texts of `top`
 
 
 class Finished(Message, frozen=True):

@@ -1,0 +1,142 @@
+"""Read a chat-completions body: messages and how to sample, checked field by field.
+
+Knows: the OpenAI chat request, what this engine makes of each field, and what it refuses.
+Does not know: tokens, templates or the model. Unknown fields are ignored, as they mean nothing to a local model.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from reef.core.errors import InputError
+from reef.core.nouns import Json, Sampling
+
+MAX_CHOICES = 64
+MAX_STOPS = 16
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A checked request. `messages` have string content; `max_tokens` in `sampling` is as asked (None: not asked)."""
+
+    messages: tuple[dict[str, Json], ...]
+    sampling: Sampling
+    choices: int
+    logprobs: bool
+    top_logprobs: int
+    tools: Json
+
+
+def parse(body: bytes) -> Chat:
+    """A chat-completions body as a Chat. InputError names the field that is wrong."""
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InputError(f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise InputError("the body must be a JSON object with `messages`")
+    logprobs = given.get("logprobs")
+    if logprobs is not None and not isinstance(logprobs, bool):
+        raise InputError("logprobs must be true or false", param="logprobs")
+    top = _whole(given, "top_logprobs", 0, 20) or 0
+    if top and not logprobs:
+        raise InputError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return Chat(
+        messages=_messages(given.get("messages")),
+        sampling=Sampling(
+            temperature=_number(given, "temperature", 0.0, 2.0, 1.0),
+            top_p=_number(given, "top_p", 0.0, 1.0, 1.0),
+            top_k=max(0, _whole(given, "top_k", -1, 1 << 31) or 0),
+            max_tokens=_limit(given),
+            seed=_whole(given, "seed", -(1 << 63), (1 << 63) - 1),
+            stop=_stops(given.get("stop")),
+        ),
+        choices=_whole(given, "n", 1, MAX_CHOICES) or 1,
+        logprobs=bool(logprobs),
+        top_logprobs=top,
+        tools=given.get("tools"),
+    )
+
+
+def _whole(given: dict[str, Any], name: str, low: int, high: int) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} must be a whole number, not {value!r}", param=name)
+    if not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, not {value}", param=name)
+    return value
+
+
+def _number(given: dict[str, Any], name: str, low: float, high: float, default: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{name} must be a number, not {value!r}", param=name)
+    if not low <= value <= high:
+        raise InputError(f"{name} must be between {low} and {high}, not {value}", param=name)
+    return float(value)
+
+
+def _limit(given: dict[str, Any]) -> int | None:
+    """The newer name wins, as the provider's own API has it."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        found = _whole(given, name, 1, 1 << 31)
+        if found is not None:
+            return found
+    return None
+
+
+def _stops(value: Json) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise InputError("stop must be a string or a list of strings", param="stop")
+    if len(found) > MAX_STOPS:
+        raise InputError(f"stop may hold at most {MAX_STOPS} strings, not {len(found)}", param="stop")
+    return tuple(dict.fromkeys(each for each in found if each))
+
+
+def _messages(value: Json) -> tuple[dict[str, Json], ...]:
+    if not isinstance(value, list) or not value:
+        raise InputError("messages must be a list with at least one message", param="messages")
+    found = []
+    for number, message in enumerate(value):
+        place = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise InputError(f"{place} must be an object with role and content", param=place)
+        role = message.get("role")
+        if role not in ROLES:
+            raise InputError(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{place}.role")
+        found.append({**message, "role": role, "content": _content(message, place)})
+    return tuple(found)
+
+
+def _content(message: dict[str, Any], place: str) -> str:
+    """Content as one string: text parts are joined; nothing (an assistant that only called tools) is empty."""
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{place}.content must be a string or a list of parts", param=f"{place}.content")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(text, str):
+            raise InputError(
+                f"{place}.content[{number}] is {kind or 'no part'}: the embedded model reads text parts only",
+                param=f"{place}.content",
+            )
+        texts.append(text)
+    return "".join(texts)

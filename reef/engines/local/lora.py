@@ -1,0 +1,243 @@
+"""LoRAs in PEFT's layout, applied unmerged to some rows of a batch, and the shelf that keeps releases resident by id.
+
+Knows: adapter_config.json, low-rank pairs, and which releases are in memory and in use.
+Does not know: what a release is for, or where its files come from (a resolver is handed in).
+
+- A release in use is never evicted; above the limit the least recently used one that is free goes.
+- A release that does not fit the base model is an EngineError that names the mismatch, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from reef.core.errors import EngineError, ReefError
+from reef.engines import Resolver, WeightFiles
+from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path
+from reef.engines.local.model import GROUPS, Weights, load_weights
+
+PREFIX = "base_model.model."
+log = logging.getLogger(__name__)
+
+
+class Lora:
+    """Low-rank additions to the linears of each layer. Pairs of one group share a matrix, block by block."""
+
+    def __init__(self, pairs: list[dict[str, tuple[Tensor, Tensor]]]) -> None:
+        self._pairs = pairs  # by layer, then group: A [in, r], B [r, out], float32, scale inside B
+
+    def add(self, layer: int, group: str, x: Tensor, out: Tensor, rows: slice | Tensor) -> None:
+        """out[rows] += x[rows] A B, rounded once. `rows` is a slice or an index."""
+        pair = self._pairs[layer].get(group)
+        if pair is None:
+            return
+        a, b = pair
+        delta = torch.mm(torch.mm(x[rows].float(), a), b)
+        if isinstance(rows, slice):
+            out[rows].add_(delta)
+        else:
+            out.index_copy_(0, rows, (out[rows] + delta).to(out.dtype))
+
+
+def load_lora(files: Mapping[str, Path], layout: Layout) -> Lora:
+    """Read `adapter_config.json` and `adapter_model.safetensors`. EngineError when they do not fit the layout."""
+    config = _config(files)
+    tensors = _tensors(files)
+    pairs: list[dict[str, tuple[Tensor, Tensor]]] = []
+    for layer in range(layout.layers):
+        found = {}
+        for group, names in GROUPS.items():
+            parts = [_take(tensors, layer, name, layout, config) for name in names]
+            if any(part is not None for part in parts):
+                found[group] = _blocks(parts, [layout.linear_shape(name) for name in names])
+        pairs.append(found)
+    if tensors:
+        raise EngineError(
+            f"this LoRA does not fit the base model: it has {sorted(tensors)[0]}; the engine applies LoRAs to "
+            f"{', '.join(LAYER_LINEARS)} of {layout.layers} layers"
+        )
+    return Lora(pairs)
+
+
+def _config(files: Mapping[str, Path]) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(files["adapter_config.json"].read_bytes())
+    except (KeyError, OSError, ValueError) as error:
+        raise EngineError(f"this LoRA has no readable adapter_config.json ({error})") from None
+    for key in ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save"):
+        if config.get(key):
+            raise EngineError(f"this LoRA uses {key}, which the engine does not apply; train without it")
+    if config.get("bias", "none") != "none":
+        raise EngineError("this LoRA trains biases, which the engine does not apply; train with bias: none")
+    return config
+
+
+def _tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    if "adapter_model.safetensors" not in files:
+        raise EngineError("this LoRA has no adapter_model.safetensors")
+    try:
+        return load_file(files["adapter_model.safetensors"])
+    except Exception as error:  # safetensors raises its own class, or OSError
+        raise EngineError(f"this LoRA's adapter_model.safetensors cannot be read ({error})") from None
+
+
+def _take(
+    tensors: dict[str, Tensor], layer: int, name: str, layout: Layout, config: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """Take one linear's pair out of `tensors`: A [r, in] and B [out, r] with the scale in B; None when it has none."""
+    path = PREFIX + linear_path(layer, name)
+    a, b = tensors.pop(f"{path}.lora_A.weight", None), tensors.pop(f"{path}.lora_B.weight", None)
+    if a is None and b is None:
+        return None
+    if a is None or b is None:
+        raise EngineError(f"this LoRA has only one of the two matrices of {path}")
+    wide, tall = layout.linear_shape(name)[1], layout.linear_shape(name)[0]
+    if a.shape[1:] != (wide,) or b.shape[:1] != (tall,) or a.shape[0] != b.shape[1]:
+        raise EngineError(
+            f"this LoRA does not fit the base model: {path} is {tuple(a.shape)} and {tuple(b.shape)}; "
+            f"the base needs (r, {wide}) and ({tall}, r)"
+        )
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise EngineError(f"this LoRA has values that are not finite in {path}")
+    rank = a.shape[0]
+    alpha = float(config.get("lora_alpha") or rank)
+    return a.float(), b.float() * (alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _blocks(parts: list[tuple[Tensor, Tensor] | None], shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """One pair for linears that share their input: A side by side, B as blocks on the diagonal."""
+    a = torch.cat([part[0] for part in parts if part is not None])
+    b = torch.zeros(sum(shape[0] for shape in shapes), a.shape[0])
+    row = column = 0
+    for part, (tall, _) in zip(parts, shapes, strict=True):
+        if part is not None:
+            rank = part[0].shape[0]
+            b[row : row + tall, column : column + rank] = part[1]
+            column += rank
+        row += tall
+    return a.t().contiguous(), b.t().contiguous()
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A release in memory: a weight set and, for kind lora, what is added to it."""
+
+    release_id: str
+    kind: str
+    weights: Weights
+    lora: Lora | None = None
+    users: int = 0
+    used: int = 0
+
+    @property
+    def key(self) -> str:
+        """Under which name cached keys and values can be shared: base releases are all the same weights."""
+        return "base" if self.kind == "base" else self.release_id
+
+
+class Shelf:
+    """Releases by id. Use it from one event loop; files are read in a thread so that answers keep flowing."""
+
+    def __init__(
+        self,
+        base: Weights,
+        layout: Layout,
+        dtype: torch.dtype,
+        resolve: Resolver,
+        *,
+        loras: int,
+        full: int,
+        digest: str | None = None,
+    ) -> None:
+        self._base, self._layout, self._dtype, self._resolve = base, layout, dtype, resolve
+        self._limits = {"lora": loras, "full": full, "base": 64}
+        self._digest = digest
+        self._residents: dict[str, Resident] = {}
+        self._loading: dict[str, asyncio.Task[Resident]] = {}
+        self._clock = itertools.count(1)
+
+    async def take(self, release_id: str) -> Resident:
+        """The release, loaded when it is not resident, held until `give`. MissingError, EngineError."""
+        found = self._residents.get(release_id)
+        while found is None:
+            task = self._loading.get(release_id)
+            if task is None:
+                task = self._loading[release_id] = asyncio.create_task(self._load(release_id))
+                task.add_done_callback(self._forget(release_id))
+            # Shielded: the caller that goes away must not undo the load for those that wait for it too.
+            await asyncio.shield(task)
+            found = self._residents.get(release_id)
+        found.users += 1
+        found.used = next(self._clock)
+        return found
+
+    def give(self, resident: Resident) -> None:
+        resident.users -= 1
+        self._trim()
+
+    def ids(self) -> list[str]:
+        """Resident releases, least recently used first."""
+        return [found.release_id for found in sorted(self._residents.values(), key=lambda found: found.used)]
+
+    def _forget(self, release_id: str) -> Callable[[asyncio.Task[Resident]], None]:
+        def done(task: asyncio.Task[Resident]) -> None:
+            self._loading.pop(release_id, None)
+            if not task.cancelled():
+                task.exception()  # seen: every waiter raises it itself
+
+        return done
+
+    async def _load(self, release_id: str) -> Resident:
+        found = await asyncio.to_thread(self._read, release_id)
+        found.used = next(self._clock)
+        self._residents[release_id] = found
+        self._trim(keep=found)
+        return found
+
+    def _read(self, release_id: str) -> Resident:
+        try:
+            files = self._resolve(release_id)
+            self._fits(files)
+            if files.kind == "base":
+                return Resident(release_id, "base", self._base)
+            if files.kind == "lora":
+                return Resident(release_id, "lora", self._base, load_lora(files.files, self._layout))
+            if files.kind == "full":
+                weights = [path for name, path in files.files.items() if name.endswith(".safetensors")]
+                return Resident(release_id, "full", load_weights(weights, self._layout, self._dtype))
+            raise EngineError(f"release {release_id} has weights of unknown kind {files.kind!r}")
+        except ReefError:
+            raise
+        except Exception as error:
+            log.exception("loading release %s failed", release_id)
+            raise EngineError(f"release {release_id} cannot be loaded: {type(error).__name__}: {error}") from None
+
+    def _fits(self, files: WeightFiles) -> None:
+        """A LoRA made for other base weights would load and answer nonsense: digests must agree when both are known."""
+        base = files.meta.get("base")
+        wanted = base.get("digest") if isinstance(base, Mapping) else None
+        if self._digest and wanted and wanted != self._digest:
+            name = base.get("name") if isinstance(base, Mapping) else None
+            raise EngineError(
+                f"these weights were made for the base model {name or 'unknown'} ({str(wanted)[:12]}); this engine "
+                f"runs {self._digest[:12]}. Serve them with the model they were trained on"
+            )
+
+    def _trim(self, keep: Resident | None = None) -> None:
+        for kind, limit in self._limits.items():
+            found = sorted((r for r in self._residents.values() if r.kind == kind), key=lambda r: r.used)
+            free = [resident for resident in found if not resident.users and resident is not keep]
+            for resident in free[: max(0, len(found) - limit)]:
+                del self._residents[resident.release_id]

@@ -1,0 +1,378 @@
+"""Continuous batching: one thread steps the model over whatever is running, admitting and finishing between steps.
+
+Knows: jobs (one choice to generate, or one sequence to rate), slots of the cache, priorities, and which prompts share a
+beginning with tokens already in a slot.
+Does not know: chat bodies, sockets, or how releases are found. Events go to `deliver`, called from the model's thread.
+
+- A step computes one token of each running job and a bounded number of prompt tokens, so that a long prompt never holds
+  up running answers for more than one chunk.
+- Live jobs (priority 0) go first; all others together use at most their share of the slots.
+- A cancelled job is out before the next step. A failed step fails its own jobs and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reef.core.errors import EngineError, ReefError
+from reef.engines.local.lora import Lora, Resident
+from reef.engines.local.model import Model, Run, Work
+from reef.engines.local.sample import Draw, Drawn, sample
+from reef.engines.local.text import Stream, Text
+
+CHUNK = 128  # a prompt is computed in chunks that end at multiples of this, whoever else is running
+BUSY, IDLE = 128, 512  # most prompt tokens in a step, with and without answers running
+WORTH = 16  # a shared beginning shorter than this is not worth looking for
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One more token of a job. `text` is what became certain with it, possibly nothing."""
+
+    token: int
+    logprob: float
+    text: str
+    top: list[tuple[int, float]]
+    piece: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    reason: str  # stop | length
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: ReefError
+
+
+Event = Sampled | Ended | Scored | Failed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence. With `draw` it is continued by at most `limit` tokens; without, it is rated from `start` on."""
+
+    prompt: list[int]
+    resident: Resident
+    priority: int
+    sink: Callable[[Event], None]
+    draw: Draw | None = None
+    limit: int = 0
+    stream: Stream | None = None
+    pieces: bool = False
+    start: int = 0
+    after: Job | None = None  # wait until this one's prompt is computed, then share it
+    cancelled: bool = False
+    ids: list[int] = field(default_factory=list)  # prompt and answer
+    done: int = 0  # tokens in the cache
+    slot: int = -1
+    order: int = 0
+    over: bool = False
+    scores: list[float] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return len(self.ids) - self.done
+
+    @property
+    def rating(self) -> bool:
+        return self.draw is None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the whole prompt is in the cache (or never will be)."""
+        return self.over or self.cancelled or (self.slot >= 0 and self.done >= len(self.prompt))
+
+
+@dataclass(slots=True)
+class Slot:
+    """What the cache holds: keys and values of the first `length` of `ids`, made by the weights called `key`."""
+
+    ids: list[int] = field(default_factory=list)
+    length: int = 0
+    key: str = ""
+    job: Job | None = None
+
+
+class Scheduler:
+    """Start it, submit jobs from any thread, stop it. `share` is the part of the slots that priority > 0 may use."""
+
+    def __init__(
+        self,
+        model: Model,
+        text: Text,
+        deliver: Callable[[list[tuple[Job, Event]]], None],
+        *,
+        share: float = 0.5,
+    ) -> None:
+        self._model, self._text, self._deliver = model, text, deliver
+        self._ends = frozenset(model.layout.ends)
+        self._slots = [Slot() for _ in range(model.cache.slots)]
+        self._share = max(1, int(share * len(self._slots)))
+        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._waiting: list[Job] = []
+        self._running: list[Job] = []
+        self._events: list[tuple[Job, Event]] = []
+        self._orders = itertools.count()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._inbox.put(None)
+        self._thread.join()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.ids, job.order = list(job.prompt), next(self._orders)
+            self._inbox.put(job)
+
+    def cancel(self, job: Job) -> None:
+        """Take a job out before the next step; no more events follow after that. Does nothing to one that is over."""
+        if not job.over:
+            job.cancelled = True
+            self._inbox.put(None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting) + self._inbox.qsize()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._receive(block=not self._running and not self._waiting)
+            self.step()
+
+    def _receive(self, *, block: bool) -> None:
+        while True:
+            try:
+                job = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            if job is not None:
+                self._waiting.append(job)
+
+    def step(self) -> None:
+        """Drop, admit, compute, tell. One pass of the model over everything that is running, per weight set."""
+        self._drop()
+        self._admit()
+        for jobs in self._plan():
+            try:
+                self._compute(jobs)
+            except Exception as error:  # out of memory, a bug: these jobs fail, the engine goes on
+                log.exception("a step of %d jobs failed", len(jobs))
+                for job, _ in jobs:
+                    self._slots[job.slot].length = 0
+                    self._end(job, Failed(EngineError(f"the engine failed: {type(error).__name__}: {error}")))
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    # --- who runs -----------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        for job in [job for job in self._running if job.cancelled]:
+            self._leave(job)
+        self._waiting = [job for job in self._waiting if not job.cancelled]
+
+    def _admit(self) -> None:
+        """Give waiting jobs free slots: live ones first, each kind in order of arrival."""
+        self._waiting.sort(key=lambda job: (job.priority, job.order))
+        lower = sum(job.priority > 0 for job in self._running)
+        left = []
+        for job in self._waiting:
+            free = [number for number, slot in enumerate(self._slots) if slot.job is None]
+            held = job.after is not None and not job.after.ready
+            if not free or held or (job.priority > 0 and lower >= self._share):
+                left.append(job)
+                continue
+            self._place(job, free)
+            self._running.append(job)
+            lower += job.priority > 0
+        self._waiting = left
+
+    def _place(self, job: Job, free: Sequence[int]) -> None:
+        """Choose a slot whose tokens the job can go on from, else the first; copy a longer beginning from another."""
+        key = job.resident.key
+        most = max(0, job.start - 1) if job.rating else len(job.prompt) - 1
+
+        def shared(number: int) -> int:
+            slot = self._slots[number]
+            found = common(slot.ids[: slot.length], job.prompt[:most]) if slot.key == key else 0
+            return found if found >= WORTH else 0
+
+        lengths = [shared(number) for number in range(len(self._slots))]
+        number = max(free, key=lambda each: (lengths[each], -each))
+        source = max(range(len(lengths)), key=lambda each: lengths[each])
+        length = lengths[number]
+        if lengths[source] >= length + WORTH:
+            length = lengths[source]
+            self._model.cache.copy(source, number, length)
+        job.slot, job.done = number, length
+        self._slots[number] = Slot(job.ids, length, key, job)
+
+    def _leave(self, job: Job) -> None:
+        job.over = True
+        self._running.remove(job)
+        self._slots[job.slot].job = None
+
+    def _end(self, job: Job, event: Event) -> None:
+        self._leave(job)
+        self._events.append((job, event))
+
+    # --- what a step computes -----------------------------------------------------------------------------------------
+
+    def _plan(self) -> list[list[tuple[Job, int]]]:
+        """(job, number of tokens) for this step, by weight set: decode rows in order of slots, then prompt chunks."""
+        decode = sorted((job for job in self._running if job.left == 1 and not job.rating), key=lambda job: job.slot)
+        plan = [(job, 1) for job in decode]
+        chunks = [job for job in self._running if job.left > 1 or job.rating]
+        # A few answers can wait a little longer for many prompts; many answers are not held up for a few prompts.
+        budget = min(IDLE, BUSY * max(1, len(chunks) // len(decode))) if decode else IDLE
+        for job in sorted(chunks, key=lambda job: (job.priority, job.order)):
+            count = min(job.left, CHUNK - job.done % CHUNK)
+            if count > budget:
+                break
+            budget -= count
+            plan.append((job, count))
+        sets: dict[int, list[tuple[Job, int]]] = {}
+        for job, count in plan:
+            sets.setdefault(id(job.resident.weights), []).append((job, count))
+        return list(sets.values())
+
+    def _compute(self, jobs: Sequence[tuple[Job, int]]) -> None:
+        """One forward pass over jobs of one weight set, then the next token of each whose tokens are all computed."""
+        ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []  # rows whose next token is drawn
+        rated: list[int] = []  # rows whose next token is known and rated
+        targets: list[int] = []
+        for job, count in jobs:
+            if job.rating:
+                first, last = max(job.start - 1, job.done), min(job.done + count, len(job.ids) - 1)
+                rated += range(len(ids) + first - job.done, len(ids) + last - job.done)
+                targets += job.ids[first + 1 : last + 1]
+            elif job.left == count:
+                wanted.append(len(ids) + count - 1)
+            ids += job.ids[job.done : job.done + count]
+            slots += [job.slot] * count
+            positions += range(job.done, job.done + count)
+        places = torch.tensor(positions)
+        work = Work(
+            ids=torch.tensor(ids),
+            positions=places,
+            places=self._model.cache.rows(torch.tensor(slots), places),
+            runs=self._runs(jobs),
+            wanted=torch.tensor(wanted + rated, dtype=torch.long),
+            loras=_loras(jobs),
+        )
+        logits = self._model.forward(jobs[0][0].resident.weights, work)
+        drawing = [job for job, count in jobs if not job.rating and job.left == count]
+        rates = _rate(logits[len(wanted) :], targets)
+        for job, count in jobs:
+            if job.rating:
+                number = max(0, min(job.done + count, len(job.ids) - 1) - max(job.start - 1, job.done))
+                job.scores += rates[:number]
+                del rates[:number]
+            job.done += count
+            self._slots[job.slot].length = job.done
+            if job.rating and not job.left:
+                self._end(job, Scored(job.scores))
+        draws = [job.draw for job in drawing if job.draw is not None]
+        if draws:
+            for job, drawn in zip(drawing, sample(logits[: len(draws)], draws), strict=True):
+                self._advance(job, drawn)
+
+    def _runs(self, jobs: Sequence[tuple[Job, int]]) -> tuple[Run, ...]:
+        decode = [job for job, _ in jobs if job.left == 1 and not job.rating]
+        runs = list(self._model.decode_runs([job.slot for job in decode], [job.done + 1 for job in decode]))
+        row = len(decode)
+        for job, count in jobs[len(decode) :]:
+            runs.append(self._model.chunk_run(job.slot, job.done, count, row))
+            row += count
+        return tuple(runs)
+
+    def _advance(self, job: Job, drawn: Drawn) -> None:
+        """Take a drawn token: its text, and whether it ends the job."""
+        if not math.isfinite(drawn.logprob):
+            self._end(job, Failed(EngineError("these weights gave values that are not finite")))
+            return
+        job.ids.append(drawn.token)
+        ended = drawn.token in self._ends
+        stream = job.stream
+        text = "" if ended or stream is None else stream.push(drawn.token)
+        reason = "stop" if ended or (stream is not None and stream.stopped) else None
+        if reason is None and len(job.ids) - len(job.prompt) >= job.limit:
+            reason = "length"
+        if reason is not None and stream is not None:
+            text += stream.finish()
+            if stream.stopped:
+                reason = "stop"
+        piece = self._text.piece(drawn.token) if job.pieces else None
+        self._events.append((job, Sampled(drawn.token, drawn.logprob, text, drawn.top, piece)))
+        if reason is not None:
+            self._end(job, Ended(reason))
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """How many tokens two sequences share from their beginning. Halves the question instead of walking in Python."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _rate(logits: Tensor, targets: Sequence[int]) -> list[float]:
+    """Log-probability of each row's target, a few rows at a time: a row of float32 is as wide as the vocabulary."""
+    found: list[float] = []
+    for start in range(0, len(targets), CHUNK):
+        wanted = torch.tensor(targets[start : start + CHUNK])[:, None]
+        rows = torch.log_softmax(logits[start : start + CHUNK].float(), -1)
+        found += rows.gather(1, wanted)[:, 0].tolist()
+    return found
+
+
+def _loras(jobs: Sequence[tuple[Job, int]]) -> tuple[tuple[Lora, slice | Tensor], ...]:
+    """Which rows each LoRA is for: a slice where they lie together, as they do when all are of one release."""
+    spans: dict[Lora, list[tuple[int, int]]] = {}
+    row = 0
+    for job, count in jobs:
+        if job.resident.lora is not None:
+            found = spans.setdefault(job.resident.lora, [])
+            if found and found[-1][1] == row:
+                found[-1] = (found[-1][0], row + count)
+            else:
+                found.append((row, row + count))
+        row += count
+    return tuple(
+        (lora, slice(*found[0]) if len(found) == 1 else torch.cat([torch.arange(*span) for span in found]))
+        for lora, found in spans.items()
+    )

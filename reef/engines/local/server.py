@@ -1,0 +1,50 @@
+"""The engine process: what it may be told, and its entry.
+
+Knows: its options and how to set the process up before torch is loaded.
+Does not know: who started it; the listening socket and the resolver are handed in. Imports torch only inside `run`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from reef.core.errors import ConfigError
+from reef.engines import Resolver
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the embedded engine runs. `context` is cut to the model's own; `threads` None leaves it to torch."""
+
+    dtype: str = "bfloat16"  # bfloat16 | float32
+    slots: int = 16  # answers at once
+    context: int = 8192  # tokens of one prompt and its answer
+    threads: int | None = None
+    loras: int = 8  # LoRA releases resident at once
+    full: int = 2  # releases with weights of their own resident at once
+    share: float = 0.5  # part of the slots that evaluation may use
+    queue: int = 1024  # waiting answers before more are refused
+    max_tokens: int = 1024  # of an answer whose request names no limit
+    model: str | None = None  # the name to answer with; default: the folder's
+    digest: str | None = None  # sha256 of the base weights, to refuse a LoRA made for others
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float32"):
+            raise ConfigError(f"dtype must be bfloat16 or float32, not {self.dtype!r}", param="dtype")
+        for name in ("slots", "context", "loras", "full", "queue", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1", param=name)
+        if not 0 < self.share <= 1:
+            raise ConfigError("share must be above 0 and at most 1", param="share")
+
+
+def run(listener: socket.socket, folder: Path, resolve: Resolver, options: Options) -> None:
+    """Serve the model in `folder` on a listening unix socket until SIGTERM. Blocking; has a process to itself."""
+    # Threads that spin while they wait slow a busy machine several times over; read once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from reef.engines.local.service import main
+
+    main(listener, folder, resolve, options)

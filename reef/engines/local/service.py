@@ -1,0 +1,258 @@
+"""Answers the engine's messages: Generate, Load, Rate, Ping. Between the socket's event loop and the model's thread.
+
+Knows: wire messages, chat bodies, releases on the shelf, jobs for the scheduler.
+Does not know: HTTP, receipts, or the answer's JSON (the client writes that).
+
+- A refused request (bad field, prompt too long, unknown release) is refused before anything ran.
+- Closing a stream early takes its jobs out before the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from reef.core import rpc, wire
+from reef.core.errors import ContextError, InputError, LimitError
+from reef.engines import Resolver
+from reef.engines.local.chat import Chat, parse
+from reef.engines.local.layout import check, weight_files
+from reef.engines.local.lora import Shelf
+from reef.engines.local.model import DTYPES, Model, load_weights
+from reef.engines.local.sample import Draw
+from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored
+from reef.engines.local.server import Options
+from reef.engines.local.text import Stream, Text
+
+LONG = 50_000  # characters from which a prompt is made into tokens in a thread of its own
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """The engine without its socket. `start` and `close` belong to one event loop."""
+
+    def __init__(self, folder: Path, resolve: Resolver, options: Options) -> None:
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        layout = check(folder)
+        dtype = DTYPES[options.dtype]
+        self._options = options
+        self._name = options.model or folder.name
+        self._context = min(options.context, layout.context)
+        self._vocab = layout.vocab
+        self._text = Text(folder)
+        base = load_weights(weight_files(folder), layout, dtype)
+        self._model = Model(layout, options.slots, self._context, dtype)
+        self._shelf = Shelf(base, layout, dtype, resolve, loras=options.loras, full=options.full, digest=options.digest)
+        self._scheduler = Scheduler(self._model, self._text, self._deliver, share=options.share)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scheduler.start()
+
+    def close(self) -> None:
+        self._scheduler.stop()
+
+    def handle(self, message: wire.Message) -> Awaitable[wire.Message] | AsyncIterator[wire.Message]:
+        if isinstance(message, wire.Generate):
+            return self._generate(message)
+        if isinstance(message, wire.Load):
+            return self._load(message)
+        if isinstance(message, wire.Rate):
+            return self._rate(message)
+        if isinstance(message, wire.Ping):
+            return self._ping()
+        raise InputError(f"the engine does not answer {type(message).__name__}")
+
+    def _deliver(self, events: list[tuple[Job, Event]]) -> None:
+        """Called by the model's thread: one crossing into the event loop per step, not per token."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(_hand_out, events)
+
+    async def _generate(self, message: wire.Generate) -> AsyncIterator[wire.Message]:
+        chat = parse(message.body)
+        prompt = await self._encode(chat)
+        limit = self._limit(chat, len(prompt))
+        if self._scheduler.waiting + chat.choices > self._options.queue:
+            raise LimitError(f"{self._options.queue} answers are waiting for the engine; try again later")
+        resident = await self._shelf.take(message.release_id)
+        jobs: list[Job] = []
+        try:
+            sampling = dataclasses.replace(chat.sampling, max_tokens=limit)
+            yield wire.Begun(
+                prompt_ids=prompt,
+                sampling=dataclasses.asdict(sampling),
+                model=self._name,
+                context_length=self._context,
+            )
+            events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+            for choice in range(chat.choices):
+                jobs.append(
+                    Job(
+                        prompt=prompt,
+                        resident=resident,
+                        priority=message.priority,
+                        sink=lambda event, choice=choice: events.put_nowait((choice, event)),  # type: ignore[misc]
+                        draw=_draw(chat, choice),
+                        limit=limit,
+                        stream=Stream(self._text, chat.sampling.stop),
+                        pieces=chat.logprobs,
+                        after=jobs[0] if jobs else None,
+                    )
+                )
+            self._scheduler.submit(jobs)
+            left = chat.choices
+            while left:
+                choice, event = await events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Sampled):
+                    yield self._delta(choice, event, message.release_id, chat)
+                elif isinstance(event, Ended):
+                    left -= 1
+                    yield wire.Finished(choice=choice, finish_reason=event.reason)
+        finally:
+            for job in jobs:
+                self._scheduler.cancel(job)
+            self._shelf.give(resident)
+
+    def _delta(self, choice: int, event: Sampled, release_id: str, chat: Chat) -> wire.Delta:
+        return wire.Delta(
+            choice=choice,
+            text=event.text,
+            ids=[event.token],
+            logprobs=[event.logprob],
+            release_id=release_id,
+            top=[event.top] if chat.top_logprobs else None,
+            pieces=None if event.piece is None else [event.piece],
+            top_pieces=[[self._text.piece(token) for token, _ in event.top]] if chat.top_logprobs else None,
+        )
+
+    async def _encode(self, chat: Chat) -> list[int]:
+        def encode() -> list[int]:
+            return self._text.encode(self._text.render(chat.messages, chat.tools))
+
+        if sum(len(message["content"]) for message in chat.messages) > LONG:
+            return await asyncio.to_thread(encode)
+        return encode()
+
+    def _limit(self, chat: Chat, length: int) -> int:
+        """Most tokens of the answer: as asked, or a bound; never past the context. ContextError when none is left."""
+        if length >= self._context:
+            raise ContextError(
+                f"this model's context is {self._context} tokens; the messages are {length}. Shorten the messages",
+                param="messages",
+            )
+        return min(chat.sampling.max_tokens or self._options.max_tokens, self._context - length)
+
+    async def _load(self, message: wire.Load) -> wire.Message:
+        started = asyncio.get_running_loop().time()
+        self._shelf.give(await self._shelf.take(message.release_id))
+        seconds = asyncio.get_running_loop().time() - started
+        return wire.Loaded(release_id=message.release_id, seconds=seconds, resident=self._shelf.ids())
+
+    async def _rate(self, message: wire.Rate) -> wire.Message:
+        self._check_rate(message)
+        resident = await self._shelf.take(message.release_id)
+        jobs: list[Job] = []
+        try:
+            answers: list[asyncio.Future[list[float]]] = []
+            for sequence, start in zip(message.sequences, message.starts, strict=True):
+                future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+                answers.append(future)
+                jobs.append(Job(list(sequence), resident, 1, _into(future), start=start))
+            self._scheduler.submit(jobs)
+            return wire.Rated(logprobs=list(await asyncio.gather(*answers)))
+        finally:
+            for job in jobs:
+                self._scheduler.cancel(job)
+            self._shelf.give(resident)
+
+    def _check_rate(self, message: wire.Rate) -> None:
+        if len(message.sequences) != len(message.starts):
+            raise InputError("rate needs one start for each sequence", param="starts")
+        for sequence, start in zip(message.sequences, message.starts, strict=True):
+            if not 1 <= start < len(sequence):
+                raise InputError(f"start {start} must be at least 1 and inside its sequence", param="starts")
+            if len(sequence) > self._context:
+                raise ContextError(f"a sequence of {len(sequence)} tokens; the context is {self._context}")
+            if not all(0 <= token < self._vocab for token in sequence):
+                raise InputError("a sequence holds a token that this model does not have", param="sequences")
+
+    async def _ping(self) -> wire.Message:
+        detail = {
+            "model": self._name,
+            "digest": self._options.digest,
+            "dtype": self._options.dtype,
+            "slots": self._options.slots,
+            "context": self._context,
+            "running": self._scheduler.running,
+            "waiting": self._scheduler.waiting,
+            "resident": self._shelf.ids(),
+        }
+        return wire.Pong(pid=os.getpid(), kind="engine", detail=detail)
+
+
+def _draw(chat: Chat, choice: int) -> Draw:
+    """A choice's own random numbers: from the seed and its index alone, so neighbours in the batch change nothing."""
+    sampling = chat.sampling
+    numbers = random.Random() if sampling.seed is None else random.Random(f"{sampling.seed}/{choice}")
+    return Draw(sampling.temperature, sampling.top_p, sampling.top_k, numbers, chat.top_logprobs)
+
+
+def _hand_out(events: Sequence[tuple[Job, Event]]) -> None:
+    for job, event in events:
+        job.sink(event)
+
+
+def _into(future: asyncio.Future[list[float]]) -> Callable[[Event], None]:
+    def sink(event: Event) -> None:
+        if future.done():
+            return
+        if isinstance(event, Scored):
+            future.set_result(event.logprobs)
+        elif isinstance(event, Failed):
+            future.set_exception(event.error)
+
+    return sink
+
+
+async def serve(listener: socket.socket, service: Service) -> asyncio.Server:
+    """Answer on a listening unix socket. Closing: the server first, then the service."""
+    service.start()
+    return await rpc.serve(listener, service.handle)
+
+
+def main(listener: socket.socket, folder: Path, resolve: Resolver, options: Options) -> None:
+    """Load the model and serve until SIGTERM or SIGINT."""
+    service = Service(folder, resolve, options)
+
+    async def until_told() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        server = await serve(listener, service)
+        log.info("the engine answers with %s", options.model or folder.name)
+        await stop.wait()
+        server.close()
+        service.close()
+
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(until_told())
+    else:
+        uvloop.run(until_told())

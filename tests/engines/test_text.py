@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reef.core.errors import InputError
+from reef.engines.local.text import Stream, Text, degrade
+from tests.engines.kit import make_tiny
+
+
+@pytest.fixture(scope="session")
+def text(tiny: Path) -> Text:
+    return Text(tiny)
+
+
+def streamed(text: Text, ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+    stream, out = Stream(text, stops), []
+    for token in ids:
+        out.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*out, stream.finish()], stream.stopped
+
+
+@given(st.text(max_size=40))
+def test_pieces_are_whole_characters_and_join_to_the_text(text: Text, given_text: str) -> None:
+    pieces, _ = streamed(text, text.encode(given_text))
+    assert "".join(pieces) == given_text
+    if "�" not in given_text:
+        assert not any("�" in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(3, 258), max_size=12))
+def test_any_bytes_come_out_as_the_tokenizer_decodes_them(text: Text, ids: list[int]) -> None:
+    pieces, _ = streamed(text, ids)
+    assert "".join(pieces) == text.decode(ids)
+
+
+@given(st.text("abé", max_size=30), st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_strings_cut_where_they_first_are(text: Text, given_text: str, stops: list[str]) -> None:
+    pieces, stopped = streamed(text, text.encode(given_text), tuple(stops))
+    said = "".join(pieces)
+    first = min((given_text.find(stop) for stop in stops if stop in given_text), default=None)
+    if first is None:
+        assert said == given_text
+        assert not stopped
+    else:
+        assert stopped
+        assert given_text.startswith(said)
+        assert not any(stop in said for stop in stops)
+        # With stops that overlap, the one completed first decides, at most a stop's length after the earliest place.
+        assert len(said) <= first + max(map(len, stops))
+
+
+def test_a_stop_string_across_tokens(text: Text) -> None:
+    ids = text.encode("the plan END of it")
+    assert len(ids) > 10
+    pieces, stopped = streamed(text, ids, ("END",))
+    assert "".join(pieces) == "the plan "
+    assert stopped
+
+
+def test_half_a_character_waits(text: Text) -> None:
+    first, second = text.encode("ü")
+    stream = Stream(text)
+    assert stream.push(first) == ""
+    assert stream.push(second) == "ü"
+
+
+def test_developer_and_tool_messages_degrade(text: Text) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "7", "tool_call_id": "c"},
+    ]
+    rendered = text.render(messages)
+    assert rendered == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n"
+        '<|im_start|>assistant\n[{"name": "add", "arguments": "{}"}]<|im_end|>\n'
+        "<|im_start|>user\nTool result:\n7<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert degrade({"role": "user", "content": "x"}) == {"role": "user", "content": "x"}
+
+
+def test_a_template_may_refuse(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InputError, match="roles must alternate") as caught:
+        Text(folder).render([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InputError):
+        Text(folder).render([{"role": "user", "content": "x"}])
+
+
+def test_a_folder_without_template_says_what_to_do(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with pytest.raises(InputError, match=r"chat_template\.jinja"):
+        Text(folder)
