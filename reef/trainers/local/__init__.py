@@ -1,0 +1,2 @@
+"""The embedded trainer: one process, plain torch, a LoRA or all weights. Only its modules other than client and server
+import torch."""

@@ -1,0 +1,111 @@
+"""The trainer process: orders come over a socket, one step is made at a time, progress is streamed back.
+
+Knows: the wire messages, one worker thread, and that torch is loaded at the first order and not before.
+Does not know: who restarts it, how batches are chosen, what becomes of a step.
+
+- A second order for the same step waits and is then answered from disk.
+- An order whose caller went away stops at the next micro-batch; nothing of it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reef.core import rpc
+from reef.core.errors import WireError
+from reef.core.wire import Message, Ping, Pong, Progress, Step, Stepped
+from reef.engines import Resolver
+from reef.trainers import folder as steps
+
+if TYPE_CHECKING:
+    from reef.trainers.local.llama import Llama
+
+log = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):
+    """The caller went away."""
+
+
+class Trainer:
+    """Answers Step and Ping. `folder` is the base model's, HF-shaped; `training` the training folder."""
+
+    def __init__(self, folder: Path, training: Path, resolve: Resolver) -> None:
+        self._folder = folder
+        self._training = training
+        self._resolve = resolve
+        self._turn = asyncio.Lock()
+        self._model: Llama | None = None
+
+    def answer(self, message: Message) -> Awaitable[Message] | AsyncIterator[Message]:
+        if isinstance(message, Step):
+            return self._step(message)
+        return self._call(message)
+
+    async def _call(self, message: Message) -> Message:
+        if isinstance(message, Ping):
+            return Pong(pid=os.getpid(), kind="trainer", detail={"loaded": self._model is not None})
+        raise WireError(f"the trainer does not answer {type(message).__name__}")
+
+    async def _step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
+        if (done := steps.answered(self._training, order)) is not None:
+            yield done
+            return
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            news: asyncio.Queue[Progress] = asyncio.Queue()
+            gone = threading.Event()
+
+            def report(stage: str, done: int, total: int) -> None:
+                if gone.is_set():
+                    raise _Stopped
+                loop.call_soon_threadsafe(news.put_nowait, Progress(stage=stage, done=done, total=total))
+
+            work = asyncio.ensure_future(asyncio.to_thread(self._advance, order, report))
+            try:
+                while not work.done():
+                    wait = asyncio.ensure_future(news.get())
+                    await asyncio.wait((wait, work), return_when=asyncio.FIRST_COMPLETED)
+                    if wait.done():
+                        yield wait.result()
+                    else:
+                        wait.cancel()
+                yield await work
+            finally:
+                gone.set()
+                await asyncio.wait((work,))  # the turn is over when the thread is, also for a caller that left
+                if not work.cancelled() and isinstance(work.exception(), _Stopped):
+                    log.info("step %d of line %s was left unfinished: its caller went away", order.step, order.line)
+
+    def _advance(self, order: Step, report: steps.Report) -> Stepped:
+        from reef.trainers.local.llama import Llama
+        from reef.trainers.local.step import advance
+
+        if self._model is None:
+            report("load", 0, 1)
+            self._model = Llama.load(self._folder)
+        return advance(self._model, self._training, order, self._resolve, report=report)
+
+
+def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver) -> None:
+    """Serve until SIGTERM. A step in the making is left: its line's last finished step is what counts."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads would starve the engine
+    steps.sweep(training)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        server = await rpc.serve(listener, Trainer(folder, training, resolve).answer)
+        await stop.wait()
+        server.close()
+
+    asyncio.run(main())

@@ -1,0 +1,286 @@
+"""One optimizer step of a line, from an order to a durable step folder.
+
+Knows: where a line's weights, optimizer and modules come from, the order of an update, and what is written.
+Does not know: sockets, queues, what a method's loss means, whether the result will be served.
+
+- The result does not depend on how the batch is split into micro-batches.
+- Nothing is kept between steps but the base model: each step reads its parent's verified files, so a restart is no
+  special case.
+- A loss or gradient that is not finite is a TrainError and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from reef.core.errors import MissingError, TrainError
+from reef.core.load import load
+from reef.core.wire import Step, Stepped
+from reef.engines import Resolver, WeightFiles
+from reef.engines.local.layout import LAYER_LINEARS
+from reef.trainers import folder
+from reef.trainers.local.adam import Adam
+from reef.trainers.local.llama import Llama, Lora
+from reef.trainers.local.objective import Objective, Outputs, Rows
+from reef.trainers.local.rows import MICRO_TOKENS, build
+
+
+@dataclass(slots=True)
+class Working:
+    """A line's working copy in memory: the policy, its optimizer, the modules and theirs."""
+
+    model: Llama
+    lora: Lora | None
+    policy: Adam
+    modules: dict[str, nn.Module]
+    optimizers: dict[str, Adam]
+    base: Mapping[str, Any]  # name and digest of the base model
+    frozen: Llama  # the base, never trained
+
+    @property
+    def updates(self) -> int:
+        return self.policy.count
+
+    def outputs(self, rows: Rows, *, base: bool = False) -> Outputs:
+        """One forward at the positions that predict response tokens."""
+        model, lora = (self.frozen, None) if base else (self.model, self.lora)
+        return Outputs(model, model.hidden(rows.packed, lora)[rows.predicts], rows)
+
+
+class Passes:
+    """The `objective.Context` of one step."""
+
+    def __init__(self, working: Working) -> None:
+        self.model = working.frozen
+        self.modules: Mapping[str, nn.Module] = working.modules
+        self.updates = working.updates
+        self._working = working
+
+    @torch.no_grad()
+    def base(self, rows: Rows) -> Outputs:
+        return self._working.outputs(rows, base=True)
+
+    @torch.enable_grad()
+    def update(self, name: str, losses: Iterable[Tensor]) -> float:
+        whole = 0.0
+        for loss in losses:
+            whole += _finite(loss, name)
+            loss.backward()  # type: ignore[no-untyped-call]
+        self._working.optimizers[name].step(name)
+        return whole
+
+
+def advance(
+    model: Llama,
+    training: Path,
+    order: Step,
+    resolve: Resolver,
+    *,
+    report: folder.Report = lambda stage, done, total: None,
+    micro_tokens: int = MICRO_TOKENS,
+) -> Stepped:
+    """Make the step an order asks for, or answer it from disk. `model` is the base, unchanged afterwards."""
+    if (done := folder.answered(training, order)) is not None:
+        return done
+    began = time.monotonic()
+    report("open", 0, 1)
+    objective: Objective = load(order.objective, what="objective")(**order.options)
+    working = _open(model, training, order, resolve, objective)
+    batch = build(order.data, model.layout, tokens=micro_tokens)
+    context = Passes(working)
+
+    report("prepare", 0, len(batch))
+    metrics = dict(objective.prepare(context, batch))
+    loss = 0.0
+    for done_rows, rows in enumerate(batch):
+        report("train", done_rows, len(batch))
+        share, found = objective.loss(working.outputs(rows), rows)
+        loss += _finite(share, "policy")
+        share.backward()  # type: ignore[no-untyped-call]
+        for name, value in found.items():
+            metrics[name] = metrics.get(name, 0.0) + value
+    metrics |= {"loss": loss, "grad_norm": working.policy.step("policy")}
+    report("modules", 0, 1)
+    metrics |= objective.aux_steps(context, batch)
+
+    report("write", 0, 1)
+    kind, files = _files(working)
+    metrics["train_seconds"] = time.monotonic() - began
+    return folder.write(training, order, kind, files, metrics)
+
+
+def _open(model: Llama, training: Path, order: Step, resolve: Resolver, objective: Objective) -> Working:
+    """The working copy at `order.step - 1`: from the line's own last step, else from the release it starts at."""
+    if order.step > order.base_step + 1:
+        place = folder.path(training, order.scenario, order.part, order.line, order.step - 1)
+        state = folder.read(place)
+        if state is None:
+            raise TrainError(f"line {order.line} has no step {order.step - 1} to continue from; start a new line")
+        folder.verify(place, state)
+        kind, files, meta = folder.part_files(place, check=False)
+        working = _working(model, objective, WeightFiles(kind, files, meta))
+        _restore(working, place)
+        return working
+    try:
+        source = resolve(order.base_release)
+    except MissingError:
+        raise TrainError(f"release {order.base_release} is not in the chain; start the line from one that is") from None
+    working = _working(model, objective, source)
+    if kept := _kept(training, order, source):
+        _restore(working, kept)
+    elif order.base_step > 0:
+        working.policy.warmup = objective.plan.warmup
+    return working
+
+
+def _kept(training: Path, order: Step, source: WeightFiles) -> Path | None:
+    """The training folder that a release came from, if its optimizer state is still there and whole."""
+    name = "adapter_model.safetensors" if source.kind == "lora" else "model.safetensors"
+    if source.kind == "base" or name not in source.files:
+        return None
+    digest = folder.digest_of(source.files[name])
+    found = folder.find(training, order.scenario, order.part, order.base_step, name, digest)
+    if found is not None and (state := folder.read(found)) is not None:
+        folder.verify(found, state)
+    return found
+
+
+def _working(model: Llama, objective: Objective, source: WeightFiles) -> Working:
+    """Policy from a release's or step's files; fresh optimizers and modules."""
+    plan = objective.plan
+    base = dict(source.meta.get("base", {}))  # type: ignore[call-overload]
+    policy, lora = model, None
+    if plan.rank == 0:
+        policy = Llama(model.layout, _full(model, source), model.compute)
+        parameters = policy.weights
+    elif source.kind == "base":
+        lora = Lora.fresh(model, plan.rank, plan.alpha, plan.seed)
+        parameters = lora.parameters()
+    elif source.kind == "lora":
+        rank, alpha = source.meta.get("rank"), source.meta.get("alpha")
+        if (rank, alpha) != (plan.rank, plan.alpha):
+            raise TrainError(
+                f"the weights are a LoRA of rank {rank} and alpha {alpha}, the recipe says {plan.rank} and "
+                f"{plan.alpha}; set rank and alpha back, or start a new scenario"
+            )
+        lora = Lora.load(model, load_file(source.files["adapter_model.safetensors"]), plan.rank, plan.alpha)
+        parameters = lora.parameters()
+    else:
+        raise TrainError("the weights are full ones, the recipe trains a LoRA; set rank: 0 to go on with full weights")
+    made = dict(objective.modules(model))
+    return Working(
+        model=policy,
+        lora=lora,
+        policy=Adam(parameters, plan.learning_rate, clip=plan.clip, betas=plan.betas, weight_decay=plan.weight_decay),
+        modules={name: module for name, (module, _) in made.items()},
+        optimizers={
+            name: Adam({key: one for key, one in module.named_parameters() if one.requires_grad}, rate)
+            for name, (module, rate) in made.items()
+            if rate > 0
+        },
+        base=base,
+        frozen=model,
+    )
+
+
+def _full(model: Llama, source: WeightFiles) -> dict[str, Tensor]:
+    """Float32 master weights of every parameter."""
+    if source.kind == "lora":
+        raise TrainError("the weights are a LoRA, the recipe trains full weights; start a new scenario for rank: 0")
+    weights: Mapping[str, Tensor] = model.weights
+    if source.kind == "full":
+        weights = load_file(source.files["model.safetensors"])
+        if set(weights) != set(model.weights):
+            raise TrainError("the full weights do not fit the base model; were they made for another one?")
+    return {name: tensor.detach().float().clone().requires_grad_() for name, tensor in weights.items()}
+
+
+def _restore(working: Working, place: Path) -> None:
+    """Optimizer and modules as a step left them. The caller verified the files."""
+    kept = load_file(place / "optimizer.safetensors")
+    if working.lora is None:
+        with torch.no_grad():  # the served file is rounded; the master weights live beside the optimizer
+            for name, tensor in working.model.weights.items():
+                tensor.copy_(kept.get(f"master.{name}", tensor))
+    working.policy.restore(_under("policy.", kept))
+    for name, optimizer in working.optimizers.items():
+        optimizer.restore(_under(f"{name}.", kept))
+    modules = load_file(place / "modules.safetensors")
+    for name, module in working.modules.items():
+        try:
+            module.load_state_dict(_under(f"{name}.", modules))
+        except RuntimeError as error:
+            raise TrainError(f"the kept {name} does not fit the recipe's ({error}); start a new line") from None
+
+
+def _files(working: Working) -> tuple[str, dict[str, folder.Content]]:
+    """A step's files: the part (weights), then what only training needs."""
+    optimizer = {f"policy.{key}": tensor for key, tensor in working.policy.state().items()}
+    for name, adam in working.optimizers.items():
+        optimizer |= {f"{name}.{key}": tensor for key, tensor in adam.state().items()}
+    files: dict[str, folder.Content] = {}
+    lora = working.lora
+    if lora is None:
+        weights = working.model.weights
+        optimizer |= {f"master.{name}": tensor for name, tensor in weights.items()}
+        files["model.safetensors"] = _saver({name: one.to(working.model.compute) for name, one in weights.items()})
+        meta: dict[str, Any] = {"base": dict(working.base), "kind": "full", "rank": None, "alpha": None}
+    else:
+        files["adapter_model.safetensors"] = _saver(lora.parameters())
+        files["adapter_config.json"] = _json(peft_config(lora, working.base))
+        meta = {"base": dict(working.base), "kind": "lora", "rank": lora.rank, "alpha": lora.alpha}
+    modules = {
+        f"{name}.{key}": tensor
+        for name, module in working.modules.items()
+        for key, tensor in module.state_dict().items()
+    }
+    files |= {
+        "weights.json": _json(meta),
+        "optimizer.safetensors": _saver(optimizer),
+        "modules.safetensors": _saver(modules),
+    }
+    return meta["kind"], files
+
+
+def peft_config(lora: Lora, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The `adapter_config.json` with which PEFT reads the same LoRA."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.get("name"),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(LAYER_LINEARS),
+    }
+
+
+def _saver(tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
+    return lambda file: save_file({name: one.detach().contiguous() for name, one in tensors.items()}, file)
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode()
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _finite(loss: Tensor, what: str) -> float:
+    value = float(loss.detach())
+    if value != value or value in (float("inf"), float("-inf")):
+        raise TrainError(f"the loss of the {what} is {value}; nothing was written")
+    return value
