@@ -32,6 +32,7 @@ from reef.evaluation.ask import Question, Reply
 from reef.evaluation.suite import Task
 
 ANSWER_TOKENS = 20
+LEAST_FIT = 0.1  # nats a token: below it, prompts cannot be told apart by their answers
 LIVE_BYTES = 32 * 1024  # of live prompts asked again in one look: a look must stay cheap
 
 
@@ -49,7 +50,7 @@ class Limits:
     suite: float = 0.5  # right answers to the general questions, at least this part of the base's
     drift: float = 1.0  # nats a token
     surprise: float = 8.0  # nats a token
-    relevance: float = 0.5  # nats a token, at least
+    relevance: float = 0.5  # at least this part of the base's own
     live: int = 12  # live prompts asked
     least: int = 4  # live prompts without which nothing is said about them
     missing: float = 0.1  # share of asks that may fail before nothing is decided
@@ -201,23 +202,33 @@ def surprise(candidate: Sequence[Sequence[float]], base: Sequence[Sequence[float
     return Guard("surprise", value <= limits.surprise, value, limits.surprise, note)
 
 
-def relevance(
-    texts: Sequence[str], own: Sequence[Sequence[float]], others: Sequence[Sequence[float]], limits: Limits
-) -> Guard:
-    """Whether live answers belong to their prompts. For each text, `own` has the base's log-probs of its tokens after
-    its own prompt and `others` the same after another prompt of the scenario."""
-    limit = limits.relevance
-    if len(texts) < limits.least:
-        return missing("relevance", limit, f"only {len(texts)} answers to live prompts have tokens")
-    if len({_plain(text) for text in texts}) <= len(texts) / 2:
-        return missing("relevance", limit, "the scenario's answers are few")
+def fit(own: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
+    """How much better answers fit their own prompts than others', mean nats a token. `own` has the base's log-probs of
+    each answer's tokens after its own prompt, `others` the same after another prompt of the scenario."""
     gains = [
         (sum(map(_safe, here)) - sum(map(_safe, elsewhere))) / len(here)
         for here, elsewhere in zip(own, others, strict=True)
     ]
-    if not any(gains):
-        return missing("relevance", limit, "the engine's ratings do not depend on the prompt")
-    value = sum(gains) / len(gains)
+    return sum(gains) / len(gains)
+
+
+def relevance(
+    texts: Sequence[str],
+    own: Sequence[Sequence[float]],
+    others: Sequence[Sequence[float]],
+    usual: float | None,
+    limits: Limits,
+) -> Guard:
+    """Whether live answers belong to their prompts, beside `usual`, the `fit` of the base's own answers: prompts that
+    look alike ("What is 2+3?") tell even a good answer's prompt less clearly than prompts that do not."""
+    if usual is None or usual < LEAST_FIT:
+        return missing("relevance", None, "the scenario's prompts look too much alike to tell")
+    limit = limits.relevance * usual
+    if len(texts) < limits.least:
+        return missing("relevance", limit, f"only {len(texts)} answers to live prompts have tokens")
+    if len({_plain(text) for text in texts}) <= len(texts) / 2:
+        return missing("relevance", limit, "the scenario's answers are few")
+    value = fit(own, others)
     note = f"live answers fit their own prompts {value:.2f} nats a token better than others; {limit:.2f} are needed"
     return Guard("relevance", value >= limit, value, limit, note)
 

@@ -21,7 +21,7 @@ from reef.core.errors import DigestError, EngineError
 from reef.core.nouns import Candidate, Evaluation, Guard, Record, Release, Verdict
 from reef.engines import Engine
 from reef.evaluation import guards as guard
-from reef.evaluation.ask import FAILURES, Asker, Reply, Side, again
+from reef.evaluation.ask import FAILURES, Asker, Question, Reply, Side, again
 from reef.evaluation.guards import Limits
 from reef.evaluation.suite import GENERAL, Task, load_suite, mcnemar
 
@@ -69,6 +69,7 @@ class Guarded:
         self._ask = Asker(engine, renders, model)
         self._prompts = prompts
         self._base = Side(base_id, None, f"base {base_id}")
+        self._usual: float | None = None  # how well the base's own answers fit live prompts, once measured
 
     async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
         began = time.monotonic()
@@ -97,7 +98,7 @@ class Guarded:
         guards = [await self._answered(before, [*ours, *lived])]
         if (guards[0].value or 0.0) > limits.missing:
             return guards
-        rated, shifts = await self._shift(side, said, lived, same_weights)
+        rated, shifts = await self._shift(side, said, lived, [question for question, _ in live], same_weights)
         guards.append(guard.finite([*(reply.logprobs or () for reply in [*ours, *lived]), *rated]))
         kept = [(a, b) for a, b in zip(ours, before, strict=True) if not a.missing and not b.missing]
         guards += guard.shape([a.text for a, _ in kept], [b.text for _, b in kept], limits, live=False)
@@ -141,17 +142,20 @@ class Guarded:
         return Guard("answered", True, len(lost) / len(ours), limit, note)
 
     async def _shift(
-        self, side: Side, said: Sequence[Reply], lived: Sequence[Reply], same_weights: bool
+        self,
+        side: Side,
+        said: Sequence[Reply],
+        lived: Sequence[Reply],
+        live: Sequence[Question],
+        same_weights: bool,
     ) -> tuple[list[list[float]], list[Guard]]:
         """How far the weights moved, and the log-probs that say so; missing when no rating can be had or would be idle.
 
-        `said` are the base's answers to fixed prompts, `lived` the candidate's to live ones.
+        `said` are the base's answers to fixed prompts, `lived` the candidate's to the `live` ones.
         """
         limits, rate = self.limits, self._ask.rate
         said = [reply for reply in said if _has_tokens(reply)]
         lived = [reply for reply in lived if _has_tokens(reply)]
-        turned = lived[1:] + lived[:1]  # each live answer again after another prompt of the scenario
-        moved = [replace(reply, prompt_ids=other.prompt_ids) for reply, other in zip(lived, turned, strict=True)]
         why = "the weights are the incumbent's" if same_weights else None if said else "the engine gives no tokens"
         if why is None:
             try:
@@ -159,8 +163,9 @@ class Guarded:
                     rate(side, *_sequences(said)),
                     rate(self._base, *_sequences(said)),
                     rate(self._base, *_sequences(lived)),
-                    rate(self._base, *_sequences(moved)),
+                    rate(self._base, *_sequences(_turned(lived))),
                 )
+                usual = await self._fit(live) if len(lived) >= limits.least else None
             except FAILURES as error:
                 why = f"the engine cannot rate tokens ({error.message})"
         if why is not None:
@@ -170,8 +175,20 @@ class Guarded:
         return ours, [
             guard.drift(ours, theirs, limits),
             guard.surprise(mine, own, limits),
-            guard.relevance([reply.text for reply in lived], own, others, limits),
+            guard.relevance([reply.text for reply in lived], own, others, usual, limits),
         ]
+
+    async def _fit(self, live: Sequence[Question]) -> float | None:
+        """How well the base's own answers fit the scenario's prompts. Measured once: it is the yardstick."""
+        if self._usual is None:
+            answers = [reply for reply in await self._ask.replies(self._base, live) if _has_tokens(reply)]
+            if len(answers) >= self.limits.least:
+                own, others = await asyncio.gather(
+                    self._ask.rate(self._base, *_sequences(answers)),
+                    self._ask.rate(self._base, *_sequences(_turned(answers))),
+                )
+                self._usual = guard.fit(own, others)
+        return self._usual
 
 
 class Better(Guarded):
@@ -221,6 +238,12 @@ class Better(Guarded):
 def _weights(release: Release) -> Any:
     part = release.parts.get("weights")
     return None if part is None else (part.kind, dict(part.files))
+
+
+def _turned(replies: Sequence[Reply]) -> list[Reply]:
+    """Each answer after the prompt of the next one."""
+    after = [*replies[1:], *replies[:1]]
+    return [replace(reply, prompt_ids=other.prompt_ids) for reply, other in zip(replies, after, strict=True)]
 
 
 def _has_tokens(reply: Reply) -> bool:

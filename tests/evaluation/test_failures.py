@@ -157,6 +157,7 @@ async def test_the_gate_tells_an_honest_model_from_the_measured_failures(address
     honest = found["honest"].metrics
     assert honest["surprise"] < limits.surprise / 2
     assert honest["drift"] < limits.drift / 2
-    assert honest["relevance"] > limits.relevance * 1.5
+    [relevance] = [guard for guard in found["honest"].guards if guard.name == "relevance"]
+    assert honest["relevance"] > relevance.limit * 1.5
     # the base was measured in full, with nothing missing
     assert all(guard.value is not None for guard in found["base"].guards)

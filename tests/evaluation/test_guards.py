@@ -13,6 +13,7 @@ from reef.evaluation.guards import (
     Limits,
     drift,
     finite,
+    fit,
     is_empty,
     is_loop,
     is_refusal,
@@ -139,16 +140,27 @@ def test_surprise_counts_each_answer_once():
 def test_relevance_asks_whether_varied_answers_belong_to_their_prompts():
     texts = ["Rain is water.", "Salt is white.", "Bread is food.", "Chess is a game."]
     own = [[-1.0, -1.0]] * 4
-    apart = relevance(texts, own, [[-3.0, -2.0]] * 4, Limits())
-    assert (apart.passed, apart.value) == (True, 1.5)
-    unrelated = relevance(texts, own, [[-1.1, -1.0]] * 4, Limits())
+    usual = fit(own, [[-3.0, -3.0]] * 4)
+    assert usual == 2.0
+    apart = relevance(texts, own, [[-3.0, -2.0]] * 4, usual, Limits())
+    assert (apart.passed, apart.value, apart.limit) == (True, 1.5, 1.0)
+    unrelated = relevance(texts, own, [[-1.1, -1.0]] * 4, usual, Limits())
     assert not unrelated.passed
     assert unrelated.value == pytest.approx(0.05)
     for few in (["yes", "no", "yes", "no"], texts[:3]):
-        found = relevance(few, own[: len(few)], [[-3.0, -3.0]] * len(few), Limits())
+        found = relevance(few, own[: len(few)], [[-3.0, -3.0]] * len(few), usual, Limits())
         assert (found.passed, found.value) == (True, None)
-    blind = relevance(texts, own, own, Limits())
-    assert (blind.passed, blind.value) == (True, None)
+
+
+def test_relevance_is_measured_beside_the_bases_own():
+    """Prompts that look alike: the base's answers fit theirs by 0.4 only, so 0.3 is no reason to reject."""
+    texts = ["2+3 = 5", "4+4 = 8", "1+6 = 7", "9+2 = 11"]
+    own, others = [[-1.0, -1.0]] * 4, [[-1.3, -1.3]] * 4
+    assert relevance(texts, own, others, 0.4, Limits()).passed
+    assert not relevance(texts, own, others, 1.0, Limits()).passed
+    for usual in (None, 0.0, 0.09):  # never measured, or the prompts cannot be told apart
+        found = relevance(texts, own, own, usual, Limits())
+        assert (found.passed, found.value) == (True, None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

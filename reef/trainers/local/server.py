@@ -73,11 +73,12 @@ class Trainer:
             try:
                 while not work.done():
                     wait = asyncio.ensure_future(news.get())
-                    await asyncio.wait((wait, work), return_when=asyncio.FIRST_COMPLETED)
-                    if wait.done():
-                        yield wait.result()
-                    else:
-                        wait.cancel()
+                    try:
+                        await asyncio.wait((wait, work), return_when=asyncio.FIRST_COMPLETED)
+                        if wait.done():
+                            yield wait.result()
+                    finally:
+                        wait.cancel()  # also when the caller leaves while nothing is new
                 yield await work
             finally:
                 gone.set()

@@ -1,0 +1,172 @@
+"""What every recipe keeps to: pure choices among the units it is shown, checked fields. A new recipe is one Case."""
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.feedback_rules.recipe import FeedbackRules
+from recipes.sao.recipe import SAORecipe
+from reef import recipe as room
+from reef.cordis.compose import propose
+from reef.core.errors import ConfigError
+from reef.core.load import load
+from reef.core.nouns import Batch, Record, Report, Sample, Timing, Unit
+from reef.harness.tree import Entry
+from reef.recipe.record import RecordRecipe
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe that learns from three units, and a value that each of its fields refuses."""
+
+    made: object
+    refused: dict[str, object]
+
+
+RECIPES = {
+    "record": Case(RecordRecipe(), {}),
+    "sao": Case(SAORecipe(batch_size=3), {"batch_size": 0, "learning_rate": -1.0, "critic": "none", "rank": -1}),
+    "feedback_rules": Case(FeedbackRules(batch_size=3), {"batch_size": 0, "max_rules": 0, "max_length": 1}),
+}
+TREE = (Entry("house", "rules", {"text": "Be polite to everyone."}),)
+
+
+@pytest.fixture(params=RECIPES.values(), ids=RECIPES.keys())
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def recipe(case):
+    return case.made
+
+
+def unit(number, *, score=1.0, feedback=True, trainable=True):
+    """A unit that every kind of recipe can learn from, unless told otherwise."""
+    name = f"{number:032x}"
+    record = Record(name, "a", "r0", "live", "chat", "complete", b"{}", Timing(0.0))
+    text = f"Please mention the number {number} once." if feedback else None
+    report = Report(f"rep_{name}", "a", (name,), 0.0, score=score, feedback=text)
+    sample = Sample((1, 2, 3), 2, (1,), (-0.5,), score, name) if trainable else None
+    return Unit(f"{name}:0", record, 0, report, score, sample, seq=number)
+
+
+UNITS = tuple(unit(number) for number in range(1, 8))
+
+
+def test_every_recipe_is_here():
+    assert RECIPES.keys() == room.RECIPES.keys()
+    for name, case in RECIPES.items():
+        assert load(room.RECIPES[name]) is type(case.made)
+
+
+def test_it_is_a_frozen_dataclass_of_its_settings(recipe):
+    fields = dataclasses.fields(recipe)
+    assert type(recipe).part in ("weights", "harness", None)
+    assert "part" not in {field.name for field in fields}
+    assert recipe.max_staleness is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.max_staleness = 3
+    assert dataclasses.replace(recipe, max_staleness=18).max_staleness == 18
+    shown = {field.name: getattr(type(recipe)(), field.name) for field in fields}
+    assert json.loads(json.dumps(shown)) == shown, "an empty YAML section is a whole recipe"
+
+
+def test_a_field_that_is_wrong_is_named(case):
+    for name, value in case.refused.items():
+        with pytest.raises(ConfigError, match=name) as caught:
+            dataclasses.replace(case.made, **{name: value})
+        assert caught.value.param == name
+    with pytest.raises(TypeError):
+        type(case.made)(no_such_field=1)
+
+
+def test_too_few_units_are_no_batch(recipe):
+    for count in range(3):
+        assert recipe.batch(UNITS[:count]) is None
+
+
+def test_units_that_say_nothing_for_its_part_are_no_batch(recipe):
+    useless = {
+        "weights": [unit(n, score=None) for n in range(5)] + [unit(n, trainable=False) for n in range(5, 9)],
+        "harness": [unit(n, feedback=False) for n in range(9)],
+        None: UNITS,
+    }
+    assert recipe.batch(useless[recipe.part]) is None
+
+
+def test_a_batch_is_some_of_the_units_it_was_shown(recipe):
+    batch = recipe.batch(UNITS)
+    assert (batch is None) == (recipe.part is None)
+    if batch is not None:
+        assert batch.part == recipe.part
+        assert len(batch.units) == len({one.id for one in batch.units}) == 3
+        assert all(one in UNITS for one in batch.units)
+        assert all(isinstance(value, float) for value in batch.metrics.values())
+
+
+@given(st.integers(0, 12), st.randoms(use_true_random=False))
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_choice_is_repeated_exactly(name, count, draw):
+    recipe = RECIPES[name].made
+    units = [
+        unit(n, score=draw.choice([None, 0.0, 1.0]), feedback=draw.random() < 0.7, trainable=draw.random() < 0.8)
+        for n in draw.sample(range(50), count)
+    ]
+    shown = tuple(units)
+    first = recipe.batch(units)
+    assert tuple(units) == shown
+    assert recipe.batch(shown) == first
+    assert dataclasses.replace(recipe).batch(list(shown)) == first
+    if first is not None:
+        assert all(one in shown for one in first.units)
+        left = [one for one in units if one not in first.units]
+        second = recipe.batch(left)
+        assert second is None or second.id != first.id
+
+
+def test_a_batchs_id_names_its_units(recipe):
+    batch = recipe.batch(UNITS[:3])
+    if batch is None:
+        return
+    mixed = random.Random(1).sample(UNITS[:3], 3)
+    assert {one.id for one in recipe.batch(mixed).units} == {one.id for one in batch.units}
+    aged = [dataclasses.replace(one, lag=2) for one in UNITS[:3]]
+    assert recipe.batch(aged).id == batch.id, "the same units later are the same batch"
+    assert recipe.batch(UNITS[1:4]).id != batch.id
+
+
+def test_a_weights_recipe_names_an_objective_that_takes_its_options(recipe):
+    if recipe.part != "weights":
+        with pytest.raises(ConfigError):
+            recipe.objective()
+        return
+    objective = recipe.objective()
+    assert objective == recipe.objective()
+    assert json.loads(json.dumps(dict(objective.options))) == dict(objective.options)
+    made = load(objective.path)(**objective.options)
+    assert all(callable(getattr(made, name)) for name in ("modules", "prepare", "loss", "aux_steps"))
+
+
+def test_only_a_harness_recipe_proposes_and_the_same_each_time(recipe):
+    batch = recipe.batch(UNITS) or Batch("b", "weights", UNITS[:3])
+    mutations = list(recipe.propose(batch, TREE))
+    assert list(recipe.propose(batch, TREE)) == mutations
+    assert (mutations != []) == (recipe.part == "harness")
+    if mutations:
+        composed = propose(TREE, mutations)
+        assert composed.entries is not None, composed.refused
+        assert TREE[0] in composed.entries
+        assert list(recipe.propose(batch, composed.entries)) == [], "what stands already is not proposed again"
+
+
+def test_recipes_load_without_torch():
+    modules = ", ".join(sorted({type(case.made).__module__ for case in RECIPES.values()}))
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
