@@ -184,7 +184,6 @@ async def test_varied_nonsense_is_rejected_by_its_irrelevance(engine, release, g
     guarded = gate(engine=judging)
     good = await guarded.evaluate(release("good", "w1"), release("i"), 1)
     assert (good.verdict, good.metrics["relevance"]) == ("accept", 2.0)
-    judging.fits = lambda prompt, answer: prompt[-1] % 2 == 0  # some prompts like any answer
     vague = await guarded.evaluate(release("vague", "w2"), release("i"), 1)
     failed = {guard.name for guard in vague.guards if not guard.passed}
     assert (vague.verdict, failed) == ("reject", {"relevance"}), vague.reason
