@@ -28,6 +28,8 @@ _ERRORS: dict[int, type[ReefError]] = {
     409: ConflictError,
 }
 
+WAYS = "give the token with --token or REEF_TOKEN, or name the server's file with -c FILE, or cd to its folder"
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -37,12 +39,14 @@ class Found:
     token: str | None
     scenario: str
     state_dir: Path
+    named: bool = False  # the address was given, by --url or REEF_URL, so no state folder here belongs to it
 
 
 def find(args: argparse.Namespace) -> Found:
     """From flags, environment, configuration and state folder, in that order."""
     settings = options.load(args).settings
-    url = getattr(args, "url", None) or os.environ.get("REEF_URL") or address(settings)
+    given = getattr(args, "url", None) or os.environ.get("REEF_URL")
+    url = given or address(settings)
     token = (
         getattr(args, "token", None)
         or os.environ.get("REEF_TOKEN")
@@ -50,7 +54,7 @@ def find(args: argparse.Namespace) -> Found:
         or state.read_token(settings.reef.state_dir)
     )
     scenario = getattr(args, "scenario", None) or settings.reef.default_scenario
-    return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, settings.reef.state_dir)
+    return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, settings.reef.state_dir, bool(given))
 
 
 def address(settings: Settings) -> str:
@@ -98,19 +102,32 @@ class Api:
         try:
             answer = self.client.request(method, path, **more)
         except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise WireError(
-                f"no server answers on {self.found.url}; start one with `reef serve`, or name one with --url"
-            ) from None
+            raise WireError(silent(self.found)) from None
         except httpx.HTTPError as error:
             raise WireError(f"{self.found.url} did not answer: {type(error).__name__}; see the server's logs") from None
         if answer.is_success:
             return answer.json()
-        raise _ERRORS.get(answer.status_code, ReefError)(_message(answer))
+        raise refusal(self.found, answer)
 
 
 def connect(args: argparse.Namespace) -> Api:
     """A client of the server that the arguments mean; nothing is sent yet."""
     return Api(find(args))
+
+
+def silent(found: Found) -> str:
+    """The sentence for an address where nothing answers."""
+    if found.named:
+        return f"no server answers on {found.url}; check --url (or REEF_URL), or start one with `reef serve`"
+    return f"no server answers on {found.url}; start one with `reef serve`, or name one with --url"
+
+
+def refusal(found: Found, answer: httpx.Response) -> ReefError:
+    """The error that a refused request is; it says where a token would come from when that is what was wrong."""
+    message = _message(answer)
+    if answer.status_code == 401:
+        message = f"{found.url} wants its token: {message}; {WAYS}"
+    return _ERRORS.get(answer.status_code, ReefError)(message)
 
 
 def _message(answer: httpx.Response) -> str:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from reef.cli import process
-from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy
+from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy, running
 from reef.cli.process import Boot
 from reef.config import ScenarioSettings, Settings
 from reef.config import check as rules
 from reef.config.file import Place, Where
 from reef.config.settings import EngineSettings
-from reef.core.errors import ConfigError, MissingError
+from reef.core.errors import ConfigError, MissingError, ReefError
 from reef.core.load import load
 from reef.core.nouns import Serving
 from reef.core.rpc import Client
@@ -118,7 +118,9 @@ def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
 
 def _scenario(settings: Settings, name: str, created: Mapping[str, Any]) -> ScenarioSettings:
     """A scenario as it runs: from the file, or as it was created. ConfigError when that no longer fits the file."""
-    return rules.scenario(settings, name, created, dict(created), _nowhere)
+    found = rules.scenario(settings, name, created, dict(created), _nowhere)
+    running(settings, found)
+    return found
 
 
 def _bound(settings: Settings, name: str, created: Mapping[str, Any]) -> Bound:
@@ -128,13 +130,20 @@ def _bound(settings: Settings, name: str, created: Mapping[str, Any]) -> Bound:
 def _create(
     boot: Boot, settings: Settings, chain: GitChain, board: Board, name: str, created: Mapping[str, Any]
 ) -> Serving:
-    """A scenario with its first release; `created` is what a request made it with, checked like the file."""
+    """A scenario with its first release; `created` is what a request made it with, checked like the file.
+
+    A creation that was cut short left a row and no release: it is finished here, with the row's settings unless this
+    request brings its own.
+    """
     from reef.scenario import serving
 
+    left = board.scenarios().get(name)
+    created = dict(created or left or {})
     if name not in settings.scenarios:
         harmless(settings, _scenario(settings, name, created))
     bound = _bound(settings, name, created)
-    board.create_scenario(name, dict(created))
+    if not board.create_scenario(name, created) and left not in (None, created) and chain.head(name) is None:
+        board.change_scenario(name, created)
     return serving.ensure(name, chain, board, _base(boot, settings, bound.settings.engine), bound.label)
 
 
@@ -157,15 +166,26 @@ def prepare(boot: Boot) -> dict[str, str] | None:
     for sentence in chain.open():
         log.warning("%s", sentence)
     board = open_board(state)
-    for name in (settings.reef.default_scenario, *settings.scenarios):
-        _create(boot, settings, chain, board, name, board.scenarios().get(name, {}))
-    from reef.scenario import serving
-
-    for name in board.scenarios():
-        serving.align(name, chain, board)
-        _fits(boot, settings, chain, name, board.scenarios()[name])
+    for name in dict.fromkeys((settings.reef.default_scenario, *settings.scenarios, *board.scenarios())):
+        try:
+            _ready(boot, settings, chain, board, name)
+        except (ReefError, OSError) as error:
+            if name == settings.reef.default_scenario:
+                raise
+            log.error("the scenario %s is not ready, the others go on without it: %s", name, error)
     board.close()
     return boot.model
+
+
+def _ready(boot: Boot, settings: Settings, chain: GitChain, board: Board, name: str) -> None:
+    """One scenario: its first release, if a crash or a full disk kept it from having one, and the board at its head."""
+    from reef.scenario import serving
+
+    created = board.scenarios().get(name, {})
+    if name in (settings.reef.default_scenario, *settings.scenarios) or chain.head(name) is None:
+        _create(boot, settings, chain, board, name, created)
+    serving.align(name, chain, board)
+    _fits(boot, settings, chain, name, created)
 
 
 def _fits(boot: Boot, settings: Settings, chain: GitChain, name: str, created: Mapping[str, Any]) -> None:
@@ -268,7 +288,11 @@ class _Scenarios:
         return self._find(name)[0]
 
     def recipe(self, name: str) -> str | None:
-        return self._find(name)[1]
+        """None when the scenario's settings no longer fit the configuration: the status of the others is not lost."""
+        try:
+            return self._find(name)[1]
+        except ConfigError:
+            return None
 
     def _find(self, name: str) -> tuple[str, str]:
         if (found := self._known.get(name)) is None:
@@ -296,7 +320,7 @@ def learner(boot: Boot) -> None:
 async def _learn(boot: Boot) -> None:
     from reef.loop.binding import Binding, Tools
     from reef.loop.learner import Learner
-    from reef.loop.ledger import Ledger
+    from reef.loop.ledger import Ledger, set_aside
     from reef.records.sqlite import SqliteStore
 
     settings = _settings(boot)
@@ -312,6 +336,7 @@ async def _learn(boot: Boot) -> None:
         stack.push_async_callback(trainer.close)
         for made in engines.values():
             stack.push_async_callback(made.close)
+        set_aside(state / "learn.db")
         ledger = Ledger(state / "learn.db")
         stack.callback(ledger.close)
 
@@ -320,6 +345,12 @@ async def _learn(boot: Boot) -> None:
             created = board.scenarios().get(name, {})
             if name not in known or known[name][0] != created:
                 bound = _bound(settings, name, created)
+                if chain.head(name) is None:
+                    raise MissingError(
+                        f"the scenario {name} has no release yet: its creation was cut short; the next request to it, "
+                        "or a restart, finishes it",
+                        param="scenario",
+                    )
                 chosen = engines[bound.settings.engine]
                 evaluator = policy(
                     bound.settings,

@@ -6,13 +6,16 @@ Does not know: processes, folders, the chain. Everything here is made and thrown
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from reef.config import ScenarioSettings, Settings, Use
+from reef.cli import options
+from reef.config import Loaded, ScenarioSettings, Settings, Use
 from reef.config import check as rules
 from reef.config.file import Where
 from reef.config.settings import EngineSettings
@@ -38,6 +41,31 @@ class Bound:
         return " + ".join(self.names.values()) or "record"
 
 
+def load_checked(args: argparse.Namespace) -> tuple[Loaded, dict[str, Bound]]:
+    """Both stages on what the arguments ask for. ConfigError has a line for each fault, of either stage."""
+    faults: list[ConfigError] = []
+    loaded = options.load(args, faults)
+    try:
+        bound = check(loaded.settings, loaded.values, loaded.place)
+    except ConfigError as error:
+        faults.append(error)
+        raise together(faults) from None
+    if faults:
+        raise together(faults)
+    return loaded, bound
+
+
+def together(faults: Sequence[ConfigError]) -> ConfigError:
+    """Several errors as one: each line once, in the order of the file."""
+
+    def place(line: str) -> int:
+        found = re.match(r"[^:\s]+:(\d+): ", line)
+        return int(found[1]) if found else 0
+
+    lines = dict.fromkeys(line for fault in faults for line in fault.message.splitlines())
+    return ConfigError("\n".join(sorted(lines, key=place)), param=faults[0].param)
+
+
 def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -> dict[str, Bound]:
     """Everything that needs the other rooms: names, recipes and their fields, keys that must be set.
 
@@ -61,10 +89,15 @@ def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -
     local = {name for name in engine_names(settings) if settings.engine(name).kind == "local"}
     if len(local) > 1:
         raise ConfigError(f"there can be one engine of kind local, not {', '.join(sorted(local))}; one process runs it")
-    found = {}
+    found, faults = {}, []
     for name in (settings.reef.default_scenario, *settings.scenarios):
         within = ("scenarios", name) if name in settings.scenarios else ()
-        found[name] = bind(settings, rules.scenario(settings, name, None, values, lookup), lookup, within)
+        try:
+            found[name] = bind(settings, rules.scenario(settings, name, None, values, lookup), lookup, within)
+        except ConfigError as error:
+            faults.append(error)
+    if faults:
+        raise together(faults)
     return found
 
 
@@ -136,8 +169,25 @@ def local_engine(settings: Settings) -> EngineSettings | None:
     return next((settings.engine(n) for n in engine_names(settings) if settings.engine(n).kind == "local"), None)
 
 
+def running(settings: Settings, wanted: ScenarioSettings) -> None:
+    """A scenario's engine must be one that this server runs; `local` and `fake` have a name without being in use."""
+    if wanted.engine not in (names := engine_names(settings)):
+        raise ConfigError(
+            f"the engine {wanted.engine} of scenario {wanted.name} does not run on this server; there is "
+            f"{', '.join(names)}; name another under engines: in the configuration and restart",
+            param="engine",
+        )
+
+
 def harmless(settings: Settings, wanted: ScenarioSettings) -> None:
     """A request may choose among what the configuration names; it cannot load other code or read other files."""
+    running(settings, wanted)
+    for name in ("backend", "options"):
+        if getattr(wanted.training, name) != getattr(settings.training, name):
+            raise ConfigError(
+                f"training.{name}: a server has one trainer for all scenarios; set it in the configuration",
+                param=f"training.{name}",
+            )
     own = [settings.scenario(name) for name in (settings.reef.default_scenario, *settings.scenarios)]
     paths = {use.recipe for scenario in own for use in scenario.recipes} | {scenario.gate.policy for scenario in own}
     for path in (*(use.recipe for use in wanted.recipes), wanted.gate.policy):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reef.cli import options
-from reef.cli.api import Api, connect
+from reef.cli.api import Api, connect, refusal, silent
 from reef.core.errors import InputError, ReefError, WireError
 
 HELP = """\
@@ -82,6 +82,7 @@ class Talk:
         self._messages: list[dict[str, str]] = list(self._start)
         self._max_tokens = max_tokens
         self._receipt: str | None = None
+        self._scored: str | None = None  # the receipt of the answer that has a score from this talk
         self._release: str | None = None
 
     def hear(self, line: str) -> bool:
@@ -131,7 +132,7 @@ class Talk:
             with client.stream("POST", "/v1/chat/completions", json=body, headers=headers, timeout=180.0) as answer:
                 if not answer.is_success:
                     answer.read()
-                    raise WireError(_message(answer))
+                    raise refusal(self._api.found, answer)
                 self._receipt = answer.headers.get("x-reef-agent-record-id")
                 self._release = answer.headers.get("x-reef-release-id")
                 for line in answer.iter_lines():
@@ -148,7 +149,7 @@ class Talk:
                         if piece := (choice.get("delta") or {}).get("content"):
                             yield piece
         except httpx.ConnectError:
-            raise WireError(f"no server answers on {self._api.found.url}; start one with `reef serve`") from None
+            raise WireError(silent(self._api.found)) from None
         except httpx.HTTPError:
             raise WireError("the answer was cut off; say it again") from None
         if not done:
@@ -158,7 +159,11 @@ class Talk:
         if self._receipt is None:
             raise InputError("there is no answer to report on yet; say something first")
         answer = self._api.post("/reef/report", {**body, "references": [self._receipt]})
-        print(f"reported as {word} ({answer['agent_record_id']})", flush=True)
+        again = "score" in body and self._scored == self._receipt
+        rest = "; this answer had a score already, and only the first one trains: this report is kept" if again else ""
+        print(f"reported as {word} ({answer['agent_record_id']}){rest}", flush=True)
+        if "score" in body:
+            self._scored = self._receipt
 
     def _fix(self, text: str) -> None:
         if not text:
@@ -172,10 +177,3 @@ class Talk:
         now = "nothing" if status is None else f"{status['release_id'][:12]} (seq {status['seq']})"
         last = "" if self._release is None else f"; the last answer came from {self._release[:12]}"
         print(f"served now: {now}{last}", flush=True)
-
-
-def _message(answer: Any) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {answer.status_code}: {answer.text[:200]}"

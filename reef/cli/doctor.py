@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from reef.cli import options, show, state
-from reef.config import Loaded
+from reef.cli import api, options, show, state
+from reef.config import Loaded, Settings
 from reef.core.errors import ReefError
 
 
@@ -25,13 +25,15 @@ class Finding:
     what: str
     ok: bool | None  # None: worth knowing, not needed
     note: str
+    missing: bool = False  # something to install, not something that is wrong
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check that everything a server needs is here",
-        description="Check python, packages, model, port, state folder, git. Exit code 1 when something is missing.",
+        description="Check python, packages, model, port, state folder, git. Exit code 1 when something is missing or "
+        "wrong.",
     )
     options.configuration(parser)
     options.reading(parser)
@@ -44,29 +46,30 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show.dump({"ok": not failed, "findings": [asdict(item) for item in findings]})
     else:
-        show.table(
-            ["", "what", "finding"],
-            [[{True: "ok", False: "MISSING", None: "note"}[item.ok], item.what, item.note] for item in findings],
-        )
+        show.table(["", "what", "finding"], [[_label(item), item.what, item.note] for item in findings])
     return 1 if failed else 0
+
+
+def _label(item: Finding) -> str:
+    if item.ok is False:
+        return "MISSING" if item.missing else "problem"
+    return "note" if item.ok is None else "ok"
 
 
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)")
     yield _program("git", needed=True)
     yield _program("git-lfs", needed=False)
-    try:
-        loaded = options.load(args)
-    except ReefError as error:
-        yield Finding("configuration", False, error.message)
-        return
     from reef.cli import assemble, bind
 
-    def checked() -> str:
-        bind.check(loaded.settings, loaded.values, loaded.place)
-        return str(loaded.file) if loaded.file else "defaults (no reef.yaml here)"
-
-    yield _try("configuration", checked)
+    try:
+        loaded, _ = bind.load_checked(args)
+        yield Finding("configuration", True, str(loaded.file) if loaded.file else "defaults (no reef.yaml here)")
+    except ReefError as error:
+        yield Finding("configuration", False, error.message)
+        loaded = _readable(args)
+        if loaded.file is None:
+            yield Finding("defaults", None, "the checks below are of the defaults, as the configuration cannot be used")
     if (engine := bind.local_engine(loaded.settings)) is not None:
         yield _torch()
         name = engine.model or loaded.settings.reef.model or assemble.EMBEDDED
@@ -74,16 +77,24 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     folder = loaded.settings.reef.state_dir
     yield _try("state folder", lambda: _folder(loaded))
     if folder.is_dir() and state.held(folder):
-        yield Finding("port", None, "a server runs on this state folder now, so its port was not tried")
+        yield Finding("port", True, f"the server of this state folder runs now, on {api.address(loaded.settings)}")
     else:
         yield _try("port", lambda: _port(loaded))
+
+
+def _readable(args: argparse.Namespace) -> Loaded:
+    """The configuration although some of it is wrong, when its settings can be read; else the defaults."""
+    try:
+        return options.load(args)
+    except ReefError:
+        return Loaded(Settings(), {}, {}, None)
 
 
 def _program(name: str, *, needed: bool) -> Finding:
     path = shutil.which(name)
     if path is None:
         why = "the release chain is a git repository" if needed else "to clone the release chain with its weights"
-        return Finding(name, False if needed else None, f"not found; install it ({why})")
+        return Finding(name, False if needed else None, f"not found; install it ({why})", missing=True)
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()
     return Finding(name, True, said.splitlines()[0] if said else path)
 
@@ -92,9 +103,8 @@ def _torch() -> Finding:
     try:
         return Finding("torch", True, importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            "torch", False, "the local engine needs it; pip install 'reef-learn[local]', or use --model openai/…"
-        )
+        why = "the local engine needs it; pip install 'reef-learn[local]', or use --model openai/…"
+        return Finding("torch", False, why, missing=True)
 
 
 def _try(what: str, check: Callable[[], str]) -> Finding:

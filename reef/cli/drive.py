@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "ends. Arguments after -- go to the driver.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("driver", nargs="*", metavar="ARGUMENT", help="passed to run.py")
+    parser.add_argument("driver", nargs="*", default=[], metavar="ARGUMENT", help="passed to run.py")
     options.configuration(parser)
     parser.set_defaults(run=run)
 

@@ -6,6 +6,7 @@ Knows: how to write a report's body from flags. Does not know: what the feedback
 from __future__ import annotations
 
 import argparse
+import math
 
 from reef.cli import options, show
 from reef.cli.api import connect
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     body = {"score": args.score, "feedback": args.feedback, "demonstration": args.fix, "choice": args.choice}
     if args.score is None and args.feedback is None and args.fix is None:
         raise InputError("nothing to report; give --score, --feedback or --fix")
+    if args.score is not None and not math.isfinite(args.score):
+        raise InputError(f"--score must be a finite number, not {args.score}; 0 and 1 are usual", param="score")
     given = {name: value for name, value in body.items() if value is not None}
     with connect(args) as api:
         answer = api.post("/reef/report", {**given, "references": args.references})

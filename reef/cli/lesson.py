@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from reef.cli.api import WAYS
 from reef.cli.preferences import Preference, Prompt
 from reef.core.errors import AuthError, InputError, MissingError, ReefError, TrainError, WireError
 
@@ -51,6 +52,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the gate said at one look at a candidate, after so many reports."""
+
+    reports: int
+    step: int
+    verdict: str  # accept | reject | undecided | hold
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Measure:
     """Held-out prompts answered by one pinned release."""
 
@@ -75,7 +86,7 @@ class Lesson:
     answered: int = 0  # of the present wave or measure
     waves: list[Wave] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    looks: int = 0  # of the gate, in all; the learner counts anew after each verdict
+    verdicts: list[Verdict] = field(default_factory=list)  # one for each look of the gate
     part: dict[str, Any] = field(default_factory=dict)  # the learner's own words, last heard
     base: Measure | None = None
     before: Measure | None = None
@@ -87,6 +98,12 @@ class Lesson:
     @property
     def seconds(self) -> float:
         return (self.ended or time.monotonic()) - self.began
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many looks of the gate ended how; `accept` and `reject` are always there."""
+        said = [one.verdict for one in self.verdicts]
+        return {name: said.count(name) for name in dict.fromkeys(["accept", "reject", *said])}
 
     @property
     def left(self) -> float | None:
@@ -111,7 +128,6 @@ class Teacher:
         self._draw = random.Random(lesson.seed)
         self._deck: list[Prompt] = []
         self._starting_total = 0
-        self._judging = 0  # looks at the present line that are counted
 
     async def teach(self, *, updates: int | None, reports: int, fresh: bool) -> None:
         """The whole lesson. `fresh`: the scenario must be new; its name gets a number until it is."""
@@ -171,7 +187,7 @@ class Teacher:
             sum(chat.score for chat in chats) / len(chats),
             max(set(releases), key=releases.count),
             None if loss is None else float(loss),
-            lesson.looks,
+            len(lesson.verdicts),
             time.monotonic() - begin,
         )
         lesson.waves.append(wave)
@@ -257,13 +273,10 @@ class Teacher:
 
     def _hear(self, part: dict[str, Any]) -> None:
         before, self._lesson.part = self._lesson.part, part
-        looks = int(part.get("looks") or 0)
-        if before and part.get("last") != before.get("last"):  # a verdict: at least one look led to it
-            self._lesson.looks += looks + (self._judging == 0)
-            self._judging = looks
-        elif looks > self._judging:
-            self._lesson.looks += looks - self._judging
-            self._judging = looks
+        last = part.get("last")
+        if before and last and _case(last) != _case(before.get("last") or {}):
+            step = int(last.get("step") or 0)
+            self._lesson.verdicts.append(Verdict(self._lesson.reports, step, last["verdict"], last["reason"]))
 
     def _words(self) -> tuple[Any, ...]:
         part = self._lesson.part
@@ -326,6 +339,7 @@ class Teacher:
                 if answer.is_success or answer.status_code in good:
                     return answer
                 problem = f"{path} answered {answer.status_code}: {_message(answer)}"
+                problem += f"; {WAYS}" if answer.status_code == 401 else ""
                 if answer.status_code not in (408, 429, 500, 502, 503, 504):
                     raise _ERRORS.get(answer.status_code, ReefError)(problem)
             if time.monotonic() > deadline:
@@ -348,6 +362,12 @@ class Chat:
 
 
 _ERRORS: dict[int, type[ReefError]] = {400: InputError, 401: AuthError, 403: AuthError, 404: MissingError}
+
+
+def _case(last: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one look from the next. Its activation is timed later, so that does not count."""
+    seconds = [(last.get("timings") or {}).get(name) for name in ("waiting", "training", "gate")]
+    return (last.get("step"), last.get("verdict"), last.get("reason"), last.get("release_id"), *seconds)
 
 
 def _pending(part: dict[str, Any]) -> int:

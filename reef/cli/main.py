@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:  # argparse: help is 0, a wrong usage 2
         return error.code if isinstance(error.code, int) else 2
     except ReefError as error:
-        print(f"reef: {error.message}", file=sys.stderr)
+        lines = error.message.splitlines() if isinstance(error, ConfigError) else [error.message]
+        print("\n".join(f"reef: {line}" for line in lines), file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InputError) else 1
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

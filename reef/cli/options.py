@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +41,16 @@ def overrides(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]
     return rest, found
 
 
+def program() -> str:
+    """How a person on this machine starts `reef`: by its name, or by its path when it is not on PATH."""
+    if shutil.which("reef"):
+        return "reef"
+    path = Path(sys.executable).parent / "reef"
+    if not path.exists():
+        return f"{sys.executable} -m reef"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def configuration(parser: argparse.ArgumentParser) -> None:
     """`-c FILE`, `--model`; and `--section.key value`, which `main` took out of the arguments already."""
     parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="configuration file (default: ./reef.yaml)")
@@ -60,8 +72,11 @@ def reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    """The configuration that the arguments ask for."""
+def load(args: argparse.Namespace, faults: list[ConfigError] | None = None) -> Loaded:
+    """The configuration that the arguments ask for. `faults`: see `config.load`."""
     return load_config(
-        getattr(args, "config", None), getattr(args, "overrides", ()), model=getattr(args, "model", None)
+        getattr(args, "config", None),
+        getattr(args, "overrides", ()),
+        model=getattr(args, "model", None),
+        faults=faults,
     )

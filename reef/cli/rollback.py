@@ -29,33 +29,38 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     try:
-        head = _ask(args)
+        before, head = _ask(args)
     except WireError:
-        head = _folder(args)
+        if find(args).named:
+            raise
+        before, head = _folder(args)
     if args.json:
         return show.dump(head)
     parts, number = (head["base"] or head["release_id"])[:10], f"{head['seq']} ({head['release_id'][:10]})"
-    print(f"{head['scenario']} serves release {number}, with the parts of {parts}")
+    already = "already " if head["release_id"] == before else ""
+    print(f"{head['scenario']} {already}serves release {number}, with the parts of {parts}")
     return 0
 
 
-def _ask(args: argparse.Namespace) -> Any:
+def _ask(args: argparse.Namespace) -> tuple[str, Any]:
+    """The release served before, and the head after."""
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}"
         wanted = args.release
         if _is_number(wanted):
             wanted = _numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
-        return api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
+        before = str(api.get(path)["release_id"])
+        return before, api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
 
 
-def _folder(args: argparse.Namespace) -> Any:
+def _folder(args: argparse.Namespace) -> tuple[str, Any]:
     """Without a server: under the state folder's lock, so that none can start meanwhile."""
     from reef.cli import assemble
     from reef.gateway.views import release_view
     from reef.scenario import serving
 
     place = find(args)
-    if args.url or not (place.state_dir / "releases.git").is_dir():
+    if not (place.state_dir / "releases.git").is_dir():
         raise WireError(
             f"no server answers on {place.url}, and {place.state_dir} holds no releases; start one with `reef serve`"
         )
@@ -67,9 +72,10 @@ def _folder(args: argparse.Namespace) -> Any:
         if _is_number(wanted):
             history = [release_view(item, current=False) for item in chain.history(place.scenario, 500)]
             wanted = _numbered(history, wanted)
+        before = chain.head(place.scenario)
         head = serving.rollback(place.scenario, wanted, chain, board, actor="operator", reason=args.reason)
         board.close()
-        return release_view(head, current=True)
+        return before.id if before else "", release_view(head, current=True)
     finally:
         lock.release()
 

@@ -43,14 +43,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
-    loaded = options.load(args)
     from reef.cli import bind
 
-    bound = bind.check(loaded.settings, loaded.values, loaded.place)
-    folder = loaded.settings.reef.state_dir
-    lock = state.claim(folder)
+    loaded, bound = bind.load_checked(args)
+    folder, host, port = loaded.settings.reef.state_dir, loaded.settings.reef.host, loaded.settings.reef.port
+    # A start that fails leaves no new folder; of a folder that is there, who holds it is the better answer.
+    early = None if folder.exists() else state.bind(host, port)
     try:
-        http_socket = state.bind(loaded.settings.reef.host, loaded.settings.reef.port)
+        lock = state.claim(folder)
+    except ReefError:
+        if early is not None:
+            early.close()
+        raise
+    try:
+        http_socket = early or state.bind(host, port)
         token, fresh = (loaded.settings.reef.token, False) if loaded.settings.reef.token else state.token(folder)
         settings = loaded.settings.model_copy(
             update={"reef": loaded.settings.reef.model_copy(update={"token": token, "state_dir": folder.absolute()})}
@@ -178,7 +184,7 @@ def _announce(address: str, banner: str, began: float, logs: Path) -> None:
 
 
 def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None, label: str) -> list[str]:
-    reef, folder = settings.reef, loaded.settings.reef.state_dir
+    reef, folder, program = settings.reef, loaded.settings.reef.state_dir, options.program()
     if reef.auth == "none":
         token, shown = "none needed (auth: none)", "none"
     elif fresh:
@@ -207,9 +213,9 @@ def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None,
         "  from openai import OpenAI",
         f'  client = OpenAI(base_url="{address}/v1", api_key="<token>")',
         "",
-        "  reef teach     teach the model something and watch it learn",
-        "  reef chat      talk to it; /good and /bad report on the last answer",
-        "  reef releases  what it learnt",
+        f"  {program} teach     teach the model something and watch it learn",
+        f"  {program} chat      talk to it; /good and /bad report on the last answer",
+        f"  {program} releases  what it learnt",
         "Ctrl-C stops.",
     ]
 

@@ -51,10 +51,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
-    loaded = options.load(args)
     from reef.cli import bind
 
-    bound = bind.check(loaded.settings, loaded.values, loaded.place)
+    loaded, bound = bind.load_checked(args)
     rows = loaded.rows()
     known = {row.key for row in rows}
     for made in bound[loaded.settings.reef.default_scenario].recipes.values():
@@ -79,7 +78,7 @@ def init(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{args.file} cannot be written: {error.strerror}") from None
     print(
-        f"wrote {args.file}; start with `reef serve"
+        f"wrote {args.file}; start with `{options.program()} serve"
         + ("" if args.file == Path("reef.yaml") else f" -c {args.file}")
         + "`"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from reef.cli import options
 from reef.cli.api import connect, find
 from reef.core.errors import MissingError, WireError
+
+_NUMBERS = re.compile(r"\[\n\s+(-?\d[-+\d.eE,\s]*?)\n\s*\]")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +36,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             parser.add_argument(
                 "--why-not-trained", action="store_true", help="only records no recipe can train on, with the reason"
             )
-            parser.add_argument("id", nargs="?", metavar="RECEIPT", help="show one record whole, as JSON")
+            parser.add_argument("--reports", action="store_true", help="the reports instead, newest first")
+            parser.add_argument("id", nargs="?", metavar="RECEIPT", help="one record whole, with the reports on it")
         parser.set_defaults(run=run)
 
 
@@ -84,6 +88,8 @@ def releases(args: argparse.Namespace) -> int:
         with connect(args) as api:
             found = api.get(f"/reef/scenarios/{place.scenario}/releases", limit=args.limit)
     except WireError:
+        if place.named:
+            raise
         found = {"releases": _from_folder(args), "next": None}
     if args.json:
         return dump(found)
@@ -104,7 +110,7 @@ def _from_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
     from reef.gateway.views import release_view
 
     place = find(args)
-    if getattr(args, "url", None) or not (place.state_dir / "releases.git").is_dir():
+    if not (place.state_dir / "releases.git").is_dir():
         raise WireError(
             f"no server answers on {place.url}, and {place.state_dir} holds no releases; start one with `reef serve`"
         )
@@ -119,7 +125,10 @@ def records(args: argparse.Namespace) -> int:
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}/records"
         if args.id:
-            return dump(api.get(f"{path}/{args.id}"))
+            whole = api.get(f"{path}/{args.id}")
+            return dump(whole if args.json else _counted(whole))
+        if args.reports:
+            return _reports(api.get(f"/reef/scenarios/{api.found.scenario}/reports", limit=args.limit), args.json)
         found = api.get(path, limit=args.limit)
     shown = [item for item in found["records"] if item["untrainable"] or not args.why_not_trained]
     if args.json:
@@ -128,20 +137,48 @@ def records(args: argparse.Namespace) -> int:
     for item in shown:
         said = (item["choices"] or [{"text": ""}])[0]["text"]
         usage = item["usage"] or {}
-        row = [item["agent_record_id"], when(item["timing"]["received_at"]), item["status"], item["release_id"][:10]]
-        rows.append(
-            [*row, usage.get("completion_tokens"), item["untrainable"] if args.why_not_trained else _short(said)]
-        )
+        row = [item["agent_record_id"], when(item["timing"]["received_at"]), item["status"], item["purpose"]]
+        told = item["untrainable"] if args.why_not_trained else _short(said)
+        rows.append([*row, item["release_id"][:10], usage.get("completion_tokens"), told])
     last = "why not trained" if args.why_not_trained else "answer"
-    table(["receipt", "received", "status", "release", "tokens", last], rows)
+    table(["receipt", "received", "status", "purpose", "release", "tokens", last], rows)
     return 0
+
+
+def _reports(found: dict[str, Any], whole: bool) -> int:
+    if whole:
+        return dump(found)
+    rows = []
+    for item in found["reports"]:
+        score = item["score"] if item["score"] is not None else ", ".join(map(str, item["per_receipt"].values()))
+        said = [_words(item[name]) for name in ("feedback", "demonstration") if item[name] is not None]
+        receipts = item["references"][0] + (f" and {more} more" if (more := len(item["references"]) - 1) else "")
+        rows.append([item["agent_record_id"], when(item["created_at"]), receipts, score, _short(" / ".join(said))])
+    table(["report", "received", "on", "score", "feedback / what it should have been"], rows)
+    return 0
+
+
+def _words(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _counted(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with its long lists of tokens counted instead of listed."""
+
+    def count(item: dict[str, Any]) -> dict[str, Any]:
+        long = ("prompt_ids", "output_ids", "logprobs")
+        return {k: f"{len(v)} (--json lists them)" if k in long and v else v for k, v in item.items()}
+
+    return count({**record, "choices": [count(choice) for choice in record["choices"]]})
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
 def dump(value: Any) -> int:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """JSON for people and programs: indented, but a list of numbers on one line."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)  # a line break in a string is escaped, so never matches
+    print(_NUMBERS.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text))
     return 0
 
 

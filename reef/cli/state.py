@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from reef.core.errors import StoreError
 
+log = logging.getLogger(__name__)
 SOCKETS = ("engine", "learner", "trainer")
 _LONGEST = 100
 
@@ -109,8 +111,17 @@ def token(folder: Path) -> tuple[str, bool]:
 
 
 def read_token(folder: Path) -> str | None:
+    """The folder's token, if it has one. A file that others may read or write is made private, with a warning."""
+    path = folder / "token"
     try:
-        return (folder / "token").read_text().strip() or None
+        if (mode := path.stat().st_mode & 0o777) & 0o077:
+            with contextlib.suppress(OSError):  # not ours: it can still be read
+                path.chmod(0o600)
+                log.warning(
+                    "%s had mode %o, which lets others use the token; it is 600 now. If others use this machine, "
+                    "remove the file and restart to get a new token", path, mode,
+                )  # fmt: skip
+        return path.read_text().strip() or None
     except OSError:
         return None
 

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any
 from reef.cli import options, state
 from reef.cli.api import find
 from reef.cli.preferences import PREFERENCES, Preference
+from reef.cli.screen import screen, tally
 from reef.core.errors import ConfigError, InputError, WireError
 from reef.core.load import load
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import Console
 
     from reef.cli.lesson import Lesson, Measure
 
 REPORTS = 448
 START = 600.0  # seconds a server of our own may take to start; the first start converts the model
-ROWS = 14  # waves on the screen
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,6 +46,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "teach",
         help="teach the model a preference and watch it learn",
         description="A scripted user chats over HTTP, checks the answers and reports scores; the served model learns.\n"
+        f"It ends after at most {REPORTS} reports; --reports or --updates change that.\n"
         "Starts a server of its own, in a temporary folder, when none runs.\n\npreferences:\n" + names,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     target = args.png or Path(f"teach-{'-'.join(one.name for one in taught)}.png")
     console = Console(stderr=args.json, width=None if sys.stdout.isatty() else 110, soft_wrap=False)
     lessons: list[Lesson] = []
-    with server(args, console) as (url, token):
+    with server(args, console) as (url, token, passing):
         for preference in taught:
             lesson = asyncio.run(_lesson(args, preference, url, token, console))
             lessons.append(lesson)
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
                 {"lessons": [document(lesson) for lesson in lessons], "png": str(picture or "") or None}, indent=2
             )
         )
+    else:
+        console.print(further(lessons, passing, args.url), highlight=False, markup=False)
     return 0
 
 
@@ -132,12 +135,13 @@ async def _lesson(
 
 
 @contextlib.contextmanager
-def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None]]:
-    """Address and token of the server to teach: the one that runs, or one of our own that ends with this block."""
+def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None, bool]]:
+    """Address and token of the server to teach: the one that runs, or one of our own that ends with this block (then
+    the third is True)."""
     found = find(args)
     if _answers(found.url):
         console.print(f"server: {found.url}", highlight=False)
-        yield found.url, found.token
+        yield found.url, found.token, False
         return
     if args.url:
         raise WireError(f"no server answers on {args.url}; start one with `reef serve`, or leave --url out to get one")
@@ -157,7 +161,7 @@ def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, st
         try:
             console.print(f"no server runs on {found.url}; starting one on {url} …", highlight=False)
             _await_start(child, url, folder / "serve.log")
-            yield url, state.read_token(folder / "state") or found.token
+            yield url, state.read_token(folder / "state") or found.token, True
         finally:
             from reef.cli.serve import stop_child
 
@@ -200,88 +204,6 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# --- the screen -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def screen(lesson: Lesson, console: Console) -> Iterator[Any]:
-    """A function to call when the lesson changed: a live table on a terminal, a line a wave elsewhere."""
-    if console.is_terminal:
-        from rich.live import Live
-
-        with Live(console=console, auto_refresh=False) as live:
-            last = [0.0]
-
-            def show(lesson: Lesson) -> None:
-                if time.monotonic() - last[0] > 0.1 or lesson.ended is not None:
-                    last[0] = time.monotonic()
-                    live.update(progress(lesson), refresh=True)
-
-            yield show
-        return
-    console.print(f"{lesson.preference.title} (seed {lesson.seed})", highlight=False)
-    shown = {"waves": 0, "measures": 0}
-
-    def line(lesson: Lesson) -> None:
-        measures = sum(measure is not None for measure in (lesson.base, lesson.after))
-        if measures > shown["measures"]:
-            shown["measures"] = measures
-            if measures == 1 and lesson.base:
-                console.print(
-                    f"held-out, base: {lesson.base.score:.2f} ({lesson.base.answers} answers)", highlight=False
-                )
-        for wave in lesson.waves[shown["waves"] :]:
-            shown["waves"] += 1
-            loss = "" if wave.loss is None else f"  loss {wave.loss:.3f}"
-            left = "" if lesson.left is None else f"  left {clock(lesson.left)}"
-            counts = f"wave {wave.number:3}/{lesson.planned}  reports {wave.reports:4}  score {wave.score:.2f}"
-            rest = f"{loss}  looks {wave.looks}  release {_served(lesson)}  {wave.seconds:.0f} s{left}"
-            console.print(counts + rest, highlight=False)
-
-    yield line
-
-
-def progress(lesson: Lesson) -> RenderableType:
-    """The live table: one row a wave, then what is happening now."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2), header_style="bold", title_justify="left", title_style="bold")
-    table.title = f"{lesson.preference.title}  (scenario {lesson.scenario}, seed {lesson.seed})"
-    for name in ("wave", "reports", "score", "", "loss", "looks", "time"):
-        table.add_column(name, justify="left" if name == "" else "right")
-    for wave in lesson.waves[-ROWS:]:
-        loss = "" if wave.loss is None else f"{wave.loss:.3f}"
-        color = "green" if wave.score >= 0.7 else "yellow" if wave.score >= 0.3 else "red"
-        strip = Text("█" * round(24 * wave.score), style=color) + Text("·" * (24 - round(24 * wave.score)), style="dim")
-        row = (
-            str(wave.number),
-            str(wave.reports),
-            f"{wave.score:.2f}",
-            strip,
-            loss,
-            str(wave.looks),
-            clock(wave.seconds),
-        )
-        table.add_row(*row)
-    part = lesson.part
-    doing = f"{lesson.stage}, {lesson.answered} answered" if "learning" not in lesson.stage else lesson.stage
-    learner = f"learner {part.get('state', '?')}, step {part.get('step', 0)}, pending {part.get('pending', 0)}"
-    left = "" if lesson.left is None else f", about {clock(lesson.left)} left"
-    base = "" if lesson.base is None else f"held-out base {lesson.base.score:.2f}   "
-    below = Text(f"\n{base}release {_served(lesson)}   {learner}\n", style="cyan")
-    return Group(table, below, Text(f"{doing}; {clock(lesson.seconds)} so far{left}", style="bold"))
-
-
-def _served(lesson: Lesson) -> str:
-    return f"{lesson.marks[-1].seq} ({lesson.marks[-1].release_id[:8]})" if lesson.marks else "?"
-
-
-def clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
@@ -295,11 +217,14 @@ def report(lesson: Lesson, console: Console) -> None:
     table = Table(title=f"held-out prompts: {lesson.preference.title}", title_justify="left", title_style="bold")
     for name in ("", "release", "as wanted", "95% between", "answers", "for example"):
         table.add_column(name, justify="right" if name in ("as wanted", "answers") else "left", overflow="fold")
-    for label, measure in (("base", lesson.base), ("before", lesson.before), ("after", lesson.after)):
+    measures = {"base": lesson.base, "before": lesson.before, "after": lesson.after}
+    if lesson.before is lesson.base:
+        del measures["before"]  # nothing was learnt before this lesson
+    for label, measure in measures.items():
         low, high = interval(measure.score, measure.answers)
         known = f"{measure.seq} ({measure.release_id[:8]})"
-        example = "(the base)" if label == "before" and measure is lesson.base else _example(measure)
-        table.add_row(label, known, f"{measure.score:.2f}", f"{low:.2f} and {high:.2f}", str(measure.answers), example)
+        between = f"{low:.2f} and {high:.2f}"
+        table.add_row(label, known, f"{measure.score:.2f}", between, str(measure.answers), _example(measure))
     console.print(table)
     chain = Table(title="releases", title_justify="left", title_style="bold")
     for name in ("seq", "release", "operation", "step", "verdict", "reason", "at"):
@@ -316,9 +241,29 @@ def report(lesson: Lesson, console: Console) -> None:
     console.print(
         f"{lesson.reports} reports, {updates} trained, {lesson.seconds / 60:.1f} minutes; * is served", highlight=False
     )
+    console.print(f"the gate looked at {len(lesson.verdicts)} candidates: {tally(lesson)}", highlight=False)
     if spent := waits(lesson):
         median = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
         console.print(f"from a batch to its release (median): {median}", highlight=False)
+
+
+def further(lessons: Sequence[Lesson], passing: bool, url: str | None) -> str:
+    """What to do next. `passing`: the server was ours and is gone, with everything it learnt."""
+    name = options.program()
+    if passing:
+        return (
+            f"that server and what it learnt are gone now; to keep it, run `{name} serve` in another terminal first, "
+            f"then `{name} teach` again"
+        )
+    lines = ["next:"]
+    for lesson in lessons:
+        rest = f"-s {lesson.scenario}" + (f" --url {url}" if url else "")
+        lines += [
+            f"  {name} chat {rest}      talk to it",
+            f"  {name} releases {rest}  what was made and why",
+            f"  {name} records {rest}   what was asked and answered",
+        ]
+    return "\n".join(lines)
 
 
 def interval(score: float, count: int) -> tuple[float, float]:
@@ -350,6 +295,8 @@ def document(lesson: Lesson) -> dict[str, Any]:
         "held_out": {name: dataclasses.asdict(measure) for name, measure in measures.items() if measure is not None},
         "waves": [dataclasses.asdict(wave) for wave in lesson.waves],
         "marks": [dataclasses.asdict(mark) for mark in lesson.marks],
+        "verdicts": [dataclasses.asdict(verdict) for verdict in lesson.verdicts],
+        "looks": lesson.counts,
         "timings": waits(lesson),
         "learner": lesson.part,
         "releases": lesson.releases,
@@ -378,11 +325,10 @@ __all__: Sequence[str] = (
     "add",
     "choose",
     "document",
+    "further",
     "interval",
-    "progress",
     "report",
     "run",
-    "screen",
     "server",
     "waits",
 )

@@ -9,11 +9,12 @@ Does not know: recipes, engines or policies (a class, or the names that exist, a
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -49,6 +50,24 @@ def explain(
             shown = "" if secret(key) else f", not {fault['input']!r}"
             lines.append(f"{place}: {key}: {_plain(fault)}{shown}")
     return ConfigError("\n".join(dict.fromkeys(lines)), param=first or None)
+
+
+def without(error: pydantic.ValidationError, shaped: Mapping[str, Any]) -> Settings | None:
+    """The settings with defaults in place of what is wrong, to find what else is. None when that would mislead: what
+    is wrong is no single key, or says which keys there can be."""
+    kept = copy.deepcopy(dict(shaped))
+    for fault in error.errors(include_url=False):
+        inner: Any = kept
+        for key in fault["loc"][:-1]:
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        decides = fault["type"] == "value_error" or fault["loc"][-1] in ("recipe", "recipes")
+        if decides or not isinstance(inner, dict):
+            return None
+        inner.pop(fault["loc"][-1], None)
+    try:
+        return Settings.model_validate(kept)
+    except pydantic.ValidationError:
+        return None
 
 
 def scenario(
@@ -104,7 +123,7 @@ def recipe(made_of: type[Any], use: Use, floor: int, lookup: Lookup) -> Any:
         raise ConfigError(
             f"the recipe {use.recipe} has a field {shadowed[0]!r}, which is a key of reef: already; rename the field"
         )
-    made = arguments(made_of, use.fields, use.where, f"recipe {use.recipe}", lookup)
+    made = arguments(made_of, use.fields, use.where, f"recipe {use.recipe}", lookup, use.inherited)
     stale = getattr(made, "max_staleness", None)
     if stale is not None and getattr(made_of, "part", None) == "weights" and stale < floor:
         where = (*use.where, "max_staleness")
@@ -116,18 +135,36 @@ def recipe(made_of: type[Any], use: Use, floor: int, lookup: Lookup) -> Any:
     return made
 
 
-def arguments(made_of: type[Any], given: Mapping[str, Any], where: Where, name: str, lookup: Lookup) -> Any:
-    """An instance of a dataclass from written values: every key one of its fields, every value of that field's type."""
+def arguments(
+    made_of: type[Any],
+    given: Mapping[str, Any],
+    where: Where,
+    name: str,
+    lookup: Lookup,
+    inherited: Collection[str] = (),
+) -> Any:
+    """An instance of a dataclass from written values: every key one of its fields, every value of that field's type.
+
+    The values sit at `where`; those of the keys in `inherited`, under reef. ConfigError has a line for each fault.
+    """
     fields = {item.name: item for item in dataclasses.fields(made_of) if item.init}
     hints = typing.get_type_hints(made_of)
     ready: dict[str, Any] = {}
+    wrong: list[ConfigError] = []
     for key, value in given.items():
-        at = (*where, key)
+        home: Where = ("reef",) if key in inherited else where
+        at = (*home, key)
         if key not in fields:
-            own = [f"{dotted(where)}.{near} (of {name})" for near in difflib.get_close_matches(key, fields, 1)]
-            built_in = keys_at(where) if len(where) < 3 else ["use"]
-            raise ConfigError(unknown(at, built_in, lookup(at), own), param=dotted(at))
-        ready[key] = _field(hints[key], value, at, name, lookup)
+            own = [f"{dotted(home)}.{near} (of {name})" for near in difflib.get_close_matches(key, fields, 1)]
+            built_in = keys_at(home) if len(home) < 3 else ["use"]
+            wrong.append(ConfigError(unknown(at, built_in, lookup(at), own), param=dotted(at)))
+            continue
+        try:
+            ready[key] = _field(hints[key], value, at, name, lookup)
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise ConfigError("\n".join(error.message for error in wrong), param=wrong[0].param)
     if missing := [key for key, item in fields.items() if key not in ready and _required(item)]:
         raise ConfigError(f"{lookup(where)}: the {name} needs {', '.join(missing)}", param=missing[0])
     try:

@@ -219,6 +219,7 @@ class Use:
     recipe: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     where: tuple[str | int, ...] = ("reef",)  # where in the file the fields sit
+    inherited: frozenset[str] = frozenset()  # fields that sit under reef instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,9 @@ def _uses(reef: ReefSettings, over: ScenarioOverrides, kind: str, name: str) -> 
             for place, item in enumerate(over.recipes or reef.recipes)
         )
     recipe = reef.recipe or ("sao" if kind == "local" else "record")
-    return (Use(recipe, reef.recipe_fields | over.recipe_fields, where if over.recipe_fields else ("reef",)),)
+    inherited = frozenset(reef.recipe_fields) - frozenset(over.recipe_fields)
+    fields = reef.recipe_fields | over.recipe_fields
+    return (Use(recipe, fields, where if over.recipe_fields else ("reef",), inherited),)
 
 
 def _near(word: str, known: Iterable[str]) -> str:

@@ -81,10 +81,12 @@ def load(
     *,
     model: str | None = None,
     environment: Mapping[str, str] | None = None,
+    faults: list[ConfigError] | None = None,
 ) -> Loaded:
     """Read and check everything. Without `file`, ./reef.yaml is read if there is one.
 
-    `overrides` are (dotted key, text) from the command line. Raises ConfigError.
+    `overrides` are (dotted key, text) from the command line. Raises ConfigError. With `faults`, wrong keys are added
+    there and passed over, where that is possible, so that the caller can go on to find what else is wrong.
     """
     environment = os.environ if environment is None else environment
     if file is None and Path(DEFAULT_FILE).is_file():
@@ -102,10 +104,19 @@ def load(
         settings = Settings.model_validate(shaped)
     except pydantic.ValidationError as error:
         lookup = Loaded(Settings.model_construct(), tree.values, tree.places, file).place
-        raise check.explain(error, tree.values, lookup) from None
+        found = check.explain(error, tree.values, lookup)
+        if faults is None or (rest := check.without(error, shaped)) is None:
+            raise found from None
+        faults.append(found)
+        settings = rest
     loaded = Loaded(settings, tree.values, tree.places, file)
     for name in settings.scenarios:
-        check.scenario(settings, name, None, tree.values, loaded.place)
+        try:
+            check.scenario(settings, name, None, tree.values, loaded.place)
+        except ConfigError as error:
+            if faults is None:
+                raise
+            faults.append(error)
     return loaded
 
 

@@ -45,7 +45,7 @@ def _failure(number: int, error: BaseException) -> Frame:
     if isinstance(error, errors.ReefError):
         return Frame(number, "error", None, (type(error).__name__, error.message, error.param))
     log.error("a handler failed", exc_info=error)
-    return Frame(number, "error", None, ("WireError", f"internal error: {type(error).__name__}: {error}", None))
+    return Frame(number, "error", None, ("WireError", "the process asked failed inside; its log says why", None))
 
 
 class Client:

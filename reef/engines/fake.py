@@ -19,9 +19,10 @@ from typing import Any, Literal
 
 import orjson
 
-from reef.core.errors import ContextError, EngineError, InputError
+from reef.core.errors import ContextError, EngineError
 from reef.core.nouns import Choice, Sampling, Span, Usage
 from reef.engines import Answer, Ask, Head, Piece
+from reef.engines.local.chat import check_stream, read_choices, read_sampling
 
 _WORD = re.compile(r"\s*\S+|\s+$")
 
@@ -225,18 +226,10 @@ def _echo(release_id: str, body: dict[str, Any]) -> str:
 
 
 def _sampling(body: dict[str, Any]) -> tuple[Sampling, int]:
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise InputError("max_tokens must be a positive integer", param="max_tokens")
-    return (
-        Sampling(
-            temperature=float(1.0 if body.get("temperature") is None else body["temperature"]),
-            top_p=float(1.0 if body.get("top_p") is None else body["top_p"]),
-            max_tokens=limit,
-            seed=body.get("seed"),
-        ),
-        int(body.get("n") or 1),
-    )
+    """As the embedded engine reads them, so that a test meets the same refusals. Nothing here is cut or stopped."""
+    check_stream(body)
+    given = read_sampling(body)
+    return Sampling(given.temperature, given.top_p, max_tokens=given.max_tokens, seed=given.seed), read_choices(body)
 
 
 def _plain(usage: Usage) -> dict[str, int]:

@@ -20,7 +20,7 @@ from reef.core.ids import is_scenario
 from reef.core.nouns import Json, Serving
 from reef.core.wire import Wake
 from reef.gateway import chat, health, models, operate, report, views
-from reef.gateway.call import Call, Gone, Receive, Scope, Send
+from reef.gateway.call import Call, Gone, Receive, Scope, Send, Work
 from reef.gateway.context import Context
 from reef.gateway.errors import Refusal
 from reef.gateway.shelf import Shelf
@@ -55,17 +55,18 @@ SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/reef/scenarios/{s}/rollback", {"POST": Route("operate", operate.rollback)}),
     ("/reef/scenarios/{s}/records", {"GET": Route("read", views.records)}),
     ("/reef/scenarios/{s}/records/{id}", {"GET": Route("read", views.record)}),
+    ("/reef/scenarios/{s}/reports", {"GET": Route("read", views.reports)}),
 )
 """Routes with parts that vary: `{name}` is one part, `*` the rest."""
 
 
 class App:
-    """Bare ASGI. One per gateway process; `shelf` and `running` are its only state beside the context's."""
+    """Bare ASGI. One per gateway process; `shelf` and `work` are its only state beside the context's."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.shelf = Shelf(context.chain)
-        self.running = 0
+        self.work = Work(context.limits.concurrent)
         self._waking: dict[str, bool] = {}  # scenarios being woken, and whether to do it once more
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Lock] = {}
@@ -75,8 +76,7 @@ class App:
             await self._live(receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(scope, receive, send, scope["path"], headers)
-        self.running += 1
+        call = Call(scope, receive, send, scope["path"], headers, work=self.work)
         try:
             await self._answer(call)
         except Gone:
@@ -88,7 +88,7 @@ class App:
             else:
                 await call.fail(error)
         finally:
-            self.running -= 1
+            call.leave()
 
     async def _answer(self, call: Call) -> None:
         path = call.path
@@ -99,7 +99,7 @@ class App:
                 raise MissingError(f"no route {call.path[:200]}; /s/SCENARIO/ goes before /v1/… only")
         methods = PLAIN.get(path) or _shaped(call, path)
         if methods is None:
-            raise MissingError(f"no route {call.path[:200]}; see the list of routes in the documentation")
+            raise MissingError(f"no route {call.path[:200]}; see docs/api.md")
         route = methods.get(call.method)
         if route is None:
             allowed = ", ".join(sorted(methods))
@@ -107,10 +107,7 @@ class App:
                 405, "method_not_allowed", f"{call.path} takes {allowed}, not {call.method}", headers={"allow": allowed}
             )
         if route.right is not None:
-            if self.running > self.context.limits.concurrent:
-                raise Refusal(
-                    429, "too_many_requests", "too many requests at once; try again", headers={"retry-after": "1"}
-                )
+            call.enter()
             call.token = self.context.tokens.find(call.headers)
             call.token.require(route.right)
             self._place(call)
@@ -142,7 +139,10 @@ class App:
         if (serving := self.context.watch.get(name)) is not None:
             return serving
         if name != self.context.default_scenario and not self.context.create_scenarios:
-            raise MissingError(f"no scenario {name!r}; create it with POST /reef/scenarios", param="x-reef-scenario")
+            raise MissingError(
+                f"no scenario {name!r}; `reef scenarios` lists them, POST /reef/scenarios makes one",
+                param="x-reef-scenario",
+            )
         return await self.create(name, {})
 
     async def create(self, name: str, settings: Mapping[str, Json]) -> Serving:

@@ -22,6 +22,10 @@ from reef.gateway.errors import Refusal
 
 ENCODINGS = "gzip, deflate, zstd, identity"
 SLOW = 60.0  # seconds a client may take to send the next part of a body
+WHOLE = 300.0  # seconds it may take for all of it
+MEMBERS = 10_000  # most gzip streams or zstd frames, one after another, in a body
+_SLICE = 64 * 1024  # bytes of gzip looked at in one go: what is left of a slice is copied at each stream's end
+_SIP = 1024  # bytes of zstd in one go: they unpack to some 32 MiB at the very most
 _THREAD = 1024 * 1024  # bytes from which unpacking leaves the event loop
 
 
@@ -59,7 +63,9 @@ async def read(call: Call, limit: int) -> bytes:
             param="content-encoding",
             headers={"accept-encoding": ENCODINGS},
         )
+    call.leave()  # a client that does not send what it announced takes nobody's place
     data = await _collect(call, limit)
+    call.enter()
     if encoding in ("", "identity"):
         return data
     if len(data) > _THREAD:
@@ -68,38 +74,39 @@ async def read(call: Call, limit: int) -> bytes:
 
 
 async def _collect(call: Call, limit: int) -> bytes:
-    message = await call.receive()
-    data: bytes = message.get("body", b"")
-    if message["type"] == "http.request" and not message.get("more_body") and len(data) <= limit:
-        return data
-    parts, size = [data], len(data)
+    parts: list[bytes] = []
+    size = 0
+    loop = asyncio.get_running_loop()
+    end = loop.time() + WHOLE
     while True:
+        until = min(loop.time() + SLOW, end)
+        try:
+            async with asyncio.timeout_at(until):
+                message = await call.receive()
+        except TimeoutError:
+            why = f"it was not whole after {WHOLE:.0f} s" if until == end else f"no more of it came for {SLOW:.0f} s"
+            raise Refusal(
+                408, "body_timeout", f"waited for the body, but {why}; send it again", headers=_CLOSE
+            ) from None
         if message["type"] != "http.request":
             raise Gone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
         if size > limit:
             raise _too_large(limit)
         if not message.get("more_body"):
-            return b"".join(parts)
-        try:
-            message = await asyncio.wait_for(call.receive(), SLOW)
-        except TimeoutError:
-            raise Refusal(
-                408, "body_timeout", f"no more of the body came for {SLOW:.0f} s; send it again", headers=_CLOSE
-            ) from None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def unpack(data: bytes, encoding: str, limit: int) -> bytes:
     """A gzip, deflate (zlib or raw) or zstd body; at most `limit` bytes come out."""
     try:
         if encoding == "zstd":
-            with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(
-                data, read_across_frames=True
-            ) as reader:
-                plain = reader.read(limit + 1)
+            plain = _unzstd(data, limit)
+        elif encoding == "deflate":
+            plain = _inflate(data, limit)
         else:
-            plain = _inflate(data, encoding, limit)
+            plain = _gunzip(data, limit)
     except (zlib.error, zstandard.ZstdError) as error:
         raise InputError(f"the body is not valid {encoding}: {error}", param="content-encoding") from None
     if len(plain) > limit:
@@ -107,19 +114,55 @@ def unpack(data: bytes, encoding: str, limit: int) -> bytes:
     return plain
 
 
-def _inflate(data: bytes, encoding: str, limit: int) -> bytes:
-    if encoding == "deflate":  # zlib's format by the standard, raw deflate from some clients
-        window = zlib.MAX_WBITS if data[:1] and data[0] & 0x0F == 8 and int.from_bytes(data[:2]) % 31 == 0 else -15
-    else:
-        window = 16 + zlib.MAX_WBITS
-    stream = zlib.decompressobj(window)
+def _inflate(data: bytes, limit: int) -> bytes:
+    """zlib's format by the standard, raw deflate from some clients."""
+    wrapped = len(data) > 1 and data[0] & 0x0F == 8 and int.from_bytes(data[:2]) % 31 == 0
+    stream = zlib.decompressobj(zlib.MAX_WBITS if wrapped else -zlib.MAX_WBITS)
     plain = stream.decompress(data, limit + 1)
     if not stream.eof and len(plain) <= limit:
-        raise zlib.error("it ends too early")
+        raise zlib.error(_CUT.format("deflate"))
     return plain
 
 
+def _gunzip(data: bytes, limit: int) -> bytes:
+    """Any number of gzip streams, one after another (RFC 1952 has them so), and zeros as padding after the last."""
+    view, parts, size, at = memoryview(data), [], 0, 0
+    for _ in range(MEMBERS):
+        stream = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        while not stream.eof and size <= limit:
+            piece = view[at : at + _SLICE]
+            if not piece:
+                raise zlib.error(_CUT.format("gzip"))
+            parts.append(stream.decompress(piece, limit + 1 - size))
+            size += len(parts[-1])
+            at += len(piece) - len(stream.unused_data)
+        if size > limit or at == len(data) or (data[at] == 0 and not data[at:].strip(b"\0")):
+            return b"".join(parts)
+    raise zlib.error(f"it is more than {MEMBERS} streams; send one")
+
+
+def _unzstd(data: bytes, limit: int) -> bytes:
+    """Any number of zstd frames. The library takes one that is cut for whole, so its end is asked for."""
+    view, parts, size, at = memoryview(data), [], 0, 0
+    unpacker = zstandard.ZstdDecompressor(max_window_size=2**27)
+    for _ in range(MEMBERS):
+        frame = unpacker.decompressobj()
+        while not frame.eof:
+            piece = view[at : at + _SIP]
+            if not piece:
+                raise zstandard.ZstdError(_CUT.format("zstd"))
+            parts.append(frame.decompress(piece))
+            size += len(parts[-1])
+            if size > limit:
+                return b"".join(parts)
+            at += len(piece) - len(frame.unused_data)
+        if at == len(data):
+            return b"".join(parts)
+    raise zstandard.ZstdError(f"it is more than {MEMBERS} frames; send one")
+
+
 _CLOSE = {"connection": "close"}
+_CUT = "it is a truncated {} stream; send all of it"
 
 
 def _too_large(limit: int) -> Refusal:

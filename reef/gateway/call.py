@@ -16,7 +16,7 @@ import orjson
 
 from reef.core.errors import InputError, ReefError
 from reef.gateway.auth import Token
-from reef.gateway.errors import body_of, headers_of, status_of
+from reef.gateway.errors import Refusal, body_of, headers_of, message_of, status_of
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,6 +28,14 @@ _NOBODY = Token("nobody", frozenset())
 
 class Gone(Exception):
     """The client went away. Not an error of Reef's tree: nobody is left to be answered."""
+
+
+@dataclass(slots=True)
+class Work:
+    """How many requests are in work, and how many may be at once."""
+
+    most: int
+    running: int = 0
 
 
 @dataclass(slots=True)
@@ -44,6 +52,25 @@ class Call:
     params: Mapping[str, str] = field(default_factory=dict)
     started: bool = False
     dropped: bool = False
+    work: Work | None = None
+    counted: bool = False
+
+    def enter(self) -> None:
+        """Count this request as in work. Refused (429) when as many as may be are."""
+        if self.work is None or self.counted:
+            return
+        if self.work.running >= self.work.most:
+            raise Refusal(
+                429, "too_many_requests", "too many requests at once; try again", headers={"retry-after": "1"}
+            )
+        self.work.running += 1
+        self.counted = True
+
+    def leave(self) -> None:
+        """Count it no longer: it is over, or waits for its client."""
+        if self.work is not None and self.counted:
+            self.work.running -= 1
+            self.counted = False
 
     @property
     def method(self) -> str:
@@ -87,6 +114,8 @@ class Call:
         status = status_of(error)
         if not isinstance(error, ReefError):
             log.error("%s %s failed inside", self.method, self.path, exc_info=error)
+        elif message_of(error) != error.message:
+            log.error("%s %s: %s", self.method, self.path[:200], error.message)
         await self.json(status, body_of(error, self.dialect, receipt), headers_of(error, status) | dict(headers or {}))
 
     def drop(self, why: str) -> None:

@@ -31,7 +31,7 @@ from reef.engines import Answer, Ask, Engine, Head, Piece
 from reef.engines.sse import read_chunks
 from reef.gateway.body import read_json
 from reef.gateway.call import Call, Gone
-from reef.gateway.errors import status_of
+from reef.gateway.errors import message_of, status_of
 from reef.gateway.leash import Leash
 from reef.gateway.session import session_of, tags_of
 from reef.harness.tree import apply_rules
@@ -210,7 +210,7 @@ class Exchange:
 
     async def _refuse(self, error: ReefError) -> None:
         """The engine did not answer: leave a record, if there can be one, and answer with the error."""
-        receipt = await self._close("rejected" if status_of(error) < 500 else "failed", error.message)
+        receipt = await self._close("rejected" if status_of(error) < 500 else "failed", message_of(error))
         await self.call.fail(error, self._headers(receipt=receipt), self.record.id if receipt else None)
 
     async def _end_early(self, opening: asyncio.Future[Any] | None, sent: list[bytes]) -> None:

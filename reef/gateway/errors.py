@@ -2,7 +2,7 @@
 
 Knows: statuses, OpenAI's and Anthropic's error objects, `retry-after`, `x-should-retry`.
 Does not know: who raised the error. A message is sent as it is, so it must never hold a secret; errors that Reef did
-not raise knowingly are answered with a plain sentence and logged.
+not raise knowingly, and those of store and chain (which name files), are answered with a plain sentence and logged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ STATUS: dict[type[ReefError], int] = {
     errors.EngineError: 503,
     errors.UpstreamError: 502,
     errors.WireError: 503,
-    errors.ChainError: 500,
+    errors.ChainError: 503,
     errors.TrainError: 500,
     ReefError: 500,
 }
 """Status by class; a subclass has its nearest ancestor's."""
+
+_PLAIN: dict[type[ReefError], str] = {
+    errors.StoreError: "the record store cannot be used now; try again (the server's log says why)",
+    errors.ChainError: "the release chain cannot be read or written now; try again (the server's log says why)",
+}
+"""What a client is told instead of a message that names the server's files; subclasses included."""
 
 _OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
 _OPENAI |= {429: "rate_limit_error"}
@@ -64,6 +70,13 @@ def status_of(error: BaseException) -> int:
     return 500
 
 
+def message_of(error: BaseException) -> str:
+    """What a client may read of an error. Where that is not the whole of it, the rest belongs in the log."""
+    if not isinstance(error, ReefError):
+        return "Reef failed inside; its log says why"
+    return next((text for kind, text in _PLAIN.items() if isinstance(error, kind)), error.message)
+
+
 def headers_of(error: BaseException, status: int) -> dict[str, str]:
     """Headers an error's answer carries beside its content type."""
     headers = dict(error.headers) if isinstance(error, Refusal) else {}
@@ -79,7 +92,7 @@ def headers_of(error: BaseException, status: int) -> dict[str, str]:
 def body_of(error: BaseException, dialect: str, receipt: str | None = None) -> dict[str, Any]:
     """The error as an object of its dialect: `anthropic`, or OpenAI's for everything else."""
     status = status_of(error)
-    message = error.message if isinstance(error, ReefError) else "Reef failed inside; its log says why"
+    message = message_of(error)
     if dialect == "anthropic":
         kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message}}

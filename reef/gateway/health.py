@@ -6,6 +6,7 @@ Does not know: how to repair any of it. The learner is shown and never required.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import reef
@@ -13,9 +14,13 @@ from reef.core.errors import MissingError, ReefError
 from reef.core.nouns import Serving
 from reef.core.wire import Look, Looked
 from reef.gateway.call import Call
+from reef.gateway.errors import message_of
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
+
+
+log = logging.getLogger(__name__)
 
 
 async def hello(app: App, call: Call) -> None:
@@ -77,7 +82,8 @@ async def _missing(app: App) -> str | None:
         if not await context.store_ready():
             return "the record store cannot be written now"
     except ReefError as error:
-        return error.message
+        log.warning("not ready: %s", error.message)
+        return message_of(error)
     return None
 
 

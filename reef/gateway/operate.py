@@ -78,7 +78,7 @@ def find(app: App, call: Call) -> Serving:
     name = call.params["s"]
     served = app.context.watch.get(name)
     if served is None:
-        raise MissingError(f"no scenario {name!r}; GET /reef/scenarios lists them", param="scenario")
+        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
     return served
 
 

@@ -3,12 +3,16 @@
 Knows: bytes of a request's head, one connection at a time. Does not know: routes or tokens.
 
 - A head larger than the limit, or with too many headers, is answered 431 and the connection closed.
+- A connection that is idle from the start, or whose head does not end in time, is closed; with half a head it is
+  answered 408. At a stop, a request whose body is still to come is answered 503 after a moment.
 - A body that comes after its answer (refused early) is thrown away, up to a limit, so that the client reads the answer
   instead of a reset connection.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -17,6 +21,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 HEADER_BYTES = 64 * 1024
 HEADERS = 256
 DISCARDED = 80 * 1024 * 1024
+HEAD = 60.0  # seconds from a connection, or a head's first byte, to the head's end
+STOPPING = 1.0  # seconds a stop waits for the rest of a request's body
 
 
 class Protocol(HttpToolsProtocol):
@@ -24,6 +30,8 @@ class Protocol(HttpToolsProtocol):
 
     header_bytes = HEADER_BYTES
     header_count = HEADERS
+    head_seconds = HEAD
+    stop_seconds = STOPPING
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,6 +40,20 @@ class Protocol(HttpToolsProtocol):
         self._ended = False  # whether another request ended in this read, so that its bytes are not all of one head
         self._discarded = 0
         self._refused = False
+        self._clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wind(self.head_seconds, self._late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwind()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self._wind(self.stop_seconds, self._abandon)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -43,6 +65,10 @@ class Protocol(HttpToolsProtocol):
             self._head += len(data)
             if self._head > self.header_bytes:
                 self._refuse()
+        if self._clock is None and (self.cycle is None or self.cycle.response_complete):
+            # Bytes, but no request in work: a head that goes on, or what is left of a refused body. uvicorn has just
+            # put its own clock away, and one byte now and then would hold the connection for good.
+            self._wind(self.head_seconds, self._late)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -54,6 +80,7 @@ class Protocol(HttpToolsProtocol):
         if size > self.header_bytes or len(self.headers) > self.header_count:
             self._refuse()
             return
+        self._unwind()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -75,16 +102,41 @@ class Protocol(HttpToolsProtocol):
         if not self._refused:
             self._write(400, "invalid_http", "this is not valid HTTP/1.1; check the request line and headers")
 
+    def _wind(self, seconds: float, ring: Callable[[], None]) -> None:
+        self._unwind()
+        if not self.transport.is_closing():
+            self._clock = self.loop.call_later(seconds, ring)
+
+    def _unwind(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _late(self) -> None:
+        if self._reading and not self._refused:
+            text = f"the headers were not whole after {self.head_seconds:.0f} s; send them again"
+            self._write(408, "headers_timeout", text)
+        else:
+            self.transport.close()
+
+    def _abandon(self) -> None:
+        """The server stops, and this request's body has not come: nothing was begun, so it may go elsewhere."""
+        if not self.cycle.more_body or self.cycle.response_started or self.transport.is_closing():
+            return
+        self.cycle.response_started = self.cycle.response_complete = True  # nobody else writes one now
+        self._write(503, "stopping", "the server is stopping; send the request again", kind="api_error")
+        self.cycle.message_event.set()
+
     def _refuse(self) -> None:
         text = f"the headers are larger than {self.header_bytes} bytes, or more than {self.header_count}; send less"
         self._write(431, "headers_too_large", text)
 
-    def _write(self, status: int, code: str, message: str) -> None:
+    def _write(self, status: int, code: str, message: str, kind: str = "invalid_request_error") -> None:
         self._refused = True
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()  # an answer is under way: nothing may be put into it
             return
-        error = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
+        error = {"message": message, "type": kind, "code": code, "param": None}
         body = orjson.dumps({"error": error})
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from reef.gateway.app import App
 
 MAX_REFERENCES = 1000
+LARGEST = 1e6
+"""Of any number in a report, either sign. Squares and sums of such numbers stay finite in every recipe."""
 _REPORT_ID = re.compile(r"rep_[A-Za-z0-9_-]{1,64}")
 _FIELDS = frozenset(
     [
@@ -203,8 +205,10 @@ def _id(value: Json) -> str:
 def _number(value: Json, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"{name} must be a number, not {type(value).__name__}", param=name)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{name} must be finite", param=name)
+    if not -LARGEST <= value <= LARGEST:
+        raise InputError(f"{name} must be between {-LARGEST:,.0f} and {LARGEST:,.0f}; scale it down", param=name)
     return float(value)
 
 

@@ -15,7 +15,7 @@ import orjson
 
 from reef.core.errors import InputError, MissingError
 from reef.core.ids import parse_receipt
-from reef.core.nouns import Purpose, Record, Release, Status
+from reef.core.nouns import Purpose, Record, Release, Report, Status
 from reef.gateway.call import Call
 from reef.records import Query
 
@@ -69,7 +69,7 @@ async def records(app: App, call: Call) -> None:
 
 
 async def record(app: App, call: Call) -> None:
-    """One record, whole: request, what the engine got, choices with their tokens."""
+    """One record, whole: request, what the engine got, choices with their tokens, and the reports that quote it."""
     name = _scenario(app, call)
     receipt = parse_receipt(call.params["id"])
     missing = MissingError(f"scenario {name!r} has no record {call.params['id'][:80]!r}", param="id")
@@ -81,7 +81,21 @@ async def record(app: App, call: Call) -> None:
         raise missing from None
     if not isinstance(found, Record) or found.scenario != name:
         raise missing
-    await call.json(200, record_view(found, whole=True))
+    view = record_view(found, whole=True)
+    reports_on = getattr(app.context.store, "reports_on", None)  # a store need not be able to
+    if reports_on is not None:
+        view["reports"] = [report_view(item) for item in await reports_on(receipt)]
+    await call.json(200, view)
+
+
+async def reports(app: App, call: Call) -> None:
+    """`{reports, next}`, newest first, paged like records."""
+    name = _scenario(app, call)
+    limit = call.number("limit", PAGE, MOST) or PAGE
+    after = call.number("after", None, 2**62)
+    found = await app.context.store.find(Query(name, kind="report", before=after, limit=limit + 1))
+    shown = [report_view(item) | {"seq": seq} for seq, item in found[:limit] if isinstance(item, Report)]
+    await call.json(200, {"reports": shown, "next": found[limit - 1][0] if len(found) > limit else None})
 
 
 def release_view(item: Release, *, current: bool) -> dict[str, Any]:
@@ -146,6 +160,22 @@ def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:
     }
 
 
+def report_view(item: Report) -> dict[str, Any]:
+    return {
+        "agent_record_id": item.id,
+        "scenario": item.scenario,
+        "references": list(item.references),
+        "created_at": item.created_at,
+        "score": item.score,
+        "metrics": dict(item.metrics),
+        "per_receipt": dict(item.per_receipt),
+        "feedback": item.feedback,
+        "choice": item.choice,
+        "demonstration": item.demonstration,
+        "metadata": item.metadata,
+    }
+
+
 def _json(body: bytes) -> Any:
     """A body for a JSON answer: as it is when it is JSON, else as text."""
     try:
@@ -158,7 +188,7 @@ def _json(body: bytes) -> Any:
 def _scenario(app: App, call: Call) -> str:
     name = call.params["s"]
     if app.context.watch.get(name) is None:
-        raise MissingError(f"no scenario {name!r}; GET /reef/scenarios lists them", param="scenario")
+        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
     return name
 
 

@@ -105,7 +105,7 @@ class Work:
         looks = tools.ledger.looks(name, part, limit=1)
         if looks:
             seen = looks[0]
-            work.last = _last(seen.verdict, seen.reason, seen.release, dict(seen.timings))
+            work.last = _last(seen.verdict, seen.reason, seen.release, dict(seen.timings), seen.step)
         return work
 
     def count(self, ledger: Ledger) -> None:
@@ -113,8 +113,8 @@ class Work:
         self.trained = fates.pop("trained", 0)
         self.dropped = fates
 
-    def decided(self, verdict: str, reason: str, release: str | None) -> None:
-        self.last = _last(verdict, reason, release, self.timings)
+    def decided(self, verdict: str, reason: str, release: str | None, step: int) -> None:
+        self.last = _last(verdict, reason, release, self.timings, step)
 
     def failed(self, error: Exception, *, longest: float) -> None:
         """Rest twice as long after each failure in a row, from half a second up to `longest`."""
@@ -147,6 +147,6 @@ class Work:
         }
 
 
-def _last(verdict: str, reason: str, release: str | None, timings: dict[str, float]) -> dict[str, Any]:
+def _last(verdict: str, reason: str, release: str | None, timings: dict[str, float], step: int) -> dict[str, Any]:
     shown = {name: timings.get(name) for name in ("waiting", "training", "gate", "activation")}
-    return {"verdict": verdict, "reason": reason, "release_id": release, "timings": shown}
+    return {"verdict": verdict, "reason": reason, "release_id": release, "step": step, "timings": shown}

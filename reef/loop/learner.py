@@ -136,10 +136,12 @@ class _Seat:
                 self._failures, self._error = 0, None
             except Exception as error:
                 self._failures += 1
-                self._error = str(error) or type(error).__name__
                 wait = min(LONGEST_REST, 0.25 * 2**self._failures)
-                known = isinstance(error, ReefError)
-                log.log(logging.WARNING if known else logging.ERROR, "%s: %s", self._name, error, exc_info=not known)
+                said, known = str(error) or type(error).__name__, isinstance(error, ReefError)
+                if said != self._error:  # once, not at each try: it may last for days
+                    level = logging.WARNING if known else logging.ERROR
+                    log.log(level, "%s: %s", self._name, said, exc_info=not known)
+                self._error = said
             if wait:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.called.wait(), wait)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,8 @@ from reef.core.failpoint import failpoint
 from reef.core.nouns import Evaluation, PartName
 from reef.core.wire import Step
 from reef.experience.units import Drop
+
+log = logging.getLogger(__name__)
 
 MIGRATIONS = (
     """
@@ -52,6 +55,8 @@ MIGRATIONS = (
     """,
 )
 """Each is run once, in order, under a lock. Never edit one that was released: add another."""
+
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 Ruling = Literal["accept", "reject", "undecided", "hold"]
 
@@ -84,6 +89,45 @@ class Look:
     actor: str = "learner"
     timings: Mapping[str, float] = field(default_factory=dict)  # seconds: waiting, training, gate, activation
     at: float = 0.0
+
+
+def set_aside(path: Path) -> Path | None:
+    """Move a damaged file away, with what belongs to it, so that a fresh one can begin. Returns where it is now.
+
+    Only for the one process that writes the file, before it opens it. Reads the whole file: some ms for each MB.
+    """
+    if (wrong := _damage(path)) is None:
+        return None
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
+    try:
+        for ending in ("-wal", "-shm", ""):  # the file itself last: cut short, the next start goes on from here
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(path.name + ending).rename(aside.with_name(aside.name + ending))
+    except OSError as error:
+        raise StoreError(
+            f"{path} is damaged ({wrong}) and cannot be moved away ({error.strerror}); remove it"
+        ) from None
+    log.error(
+        "%s is damaged (%s); it is kept as %s, and learning goes on from the chain and the training folders",
+        path, wrong, aside.name,
+    )  # fmt: skip
+    return aside
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a file; None when it is sound, missing, or cannot be looked at (`Ledger` says why)."""
+    try:
+        with path.open("rb") as file:
+            if file.read(16) not in (b"", b"SQLite format 3\0"):
+                return "it is not a database"
+        # Read-only, so that closing it does not fold its -wal into a damaged file.
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)) as base:
+            said = str(base.execute("PRAGMA quick_check(1)").fetchone()[0])
+        return None if said == "ok" else said
+    except sqlite3.Error as error:
+        return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE else None
+    except OSError:
+        return None
 
 
 class Ledger:

@@ -34,8 +34,9 @@ from reef.trainers import folder
 
 TRIES: Final = 3
 """Evaluations of one look when the head keeps moving."""
-ATTEMPTS: Final = 8
-"""Refusals of one order before its units are given up. With the rests in between, a minute: time to free a disk."""
+ATTEMPTS: Final = 3
+"""Failures of one order before its units are given up. Trouble that is not the batch's own (a full disk, a process that
+is gone) does not count: it is waited out."""
 LONGEST_REST: Final = 60.0
 SAVE_EVERY: Final = 256  # events that may be read again after a crash because nothing in them was worth a write
 
@@ -172,7 +173,9 @@ class _Update:
                 made = await train(tools, work, order)
             else:
                 made = await edit(tools, self.binding, work, order, head, line)
-        except TrainError as error:
+        except Exception as error:
+            if isinstance(error, (ReefError, OSError)) and not isinstance(error, TrainError):
+                raise  # the surroundings' fault, not the batch's
             if tools.ledger.retry(order) < ATTEMPTS:
                 raise
             made = self._give_up(order, error)
@@ -182,7 +185,7 @@ class _Update:
                 tools.ledger.release(order)
                 return
             self._settle(order, made.fate, {})
-            work.decided("reject", made.why, None)
+            work.decided("reject", made.why, None, step.step)
             return
         failpoint("loop.before_settle")
         work.metrics = dict(order.metrics) | dict(made)
@@ -202,10 +205,11 @@ class _Update:
         else:
             work.dropped[fate] = work.dropped.get(fate, 0) + count
 
-    def _give_up(self, order: Order, error: TrainError) -> Unmade:
+    def _give_up(self, order: Order, error: Exception) -> Unmade:
         """A step that fails again and again: its units never train, and the line goes back to the head."""
         work, step = self.work, order.message
-        reason = f"training failed {ATTEMPTS} times: {error}"
+        said = error.message if isinstance(error, ReefError) else f"{type(error).__name__}: {error}"
+        reason = f"training failed {ATTEMPTS} times: {said}"
         self.tools.ledger.audit(Look(work.scenario, work.part, step.line, step.step, 0, "reject", reason))
         failpoint("loop.before_give_up")
         return Unmade("failed", reason)
@@ -294,7 +298,7 @@ class _Update:
         )  # fmt: skip
         self.tools.ledger.audit(look)
         work.looks = look.look
-        work.decided(ruling, evaluation.reason, look.release)
+        work.decided(ruling, evaluation.reason, look.release, look.step)
         log.info("%s %s: %s at step %d: %s", work.scenario, work.part, ruling, line.step, evaluation.reason)
         return look
 
@@ -305,7 +309,7 @@ class _Update:
         await activate(tools, self.binding)
         work.timings["activation"] = time.monotonic() - began
         tools.ledger.timed(look, work.timings["activation"])
-        work.decided(look.verdict, look.reason, look.release)
+        work.decided(look.verdict, look.reason, look.release, look.step)
         await self._forget()
 
     async def _forget(self) -> None:

@@ -63,7 +63,10 @@ class ReleaseChain(Protocol):
         """A release or candidate by id (or unique prefix of 7 or more digits). MissingError when there is none."""
 
     def history(self, scenario: str, limit: int = 50, before: str | None = None) -> list[Release]:
-        """Releases newest first, beginning at the head, or at the parent of `before`."""
+        """Releases newest first, beginning at the head, or at the parent of `before`.
+
+        MissingError when `before` is unknown or of another scenario.
+        """
 
     def files(self, release_id: str, part: PartName) -> dict[str, Path]:
         """The part's files on disk, verified against their digests. DigestError names a file that does not match."""

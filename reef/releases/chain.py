@@ -120,8 +120,11 @@ class GitChain:
         return self._remember(found[0])
 
     def history(self, scenario: str, limit: int = 50, before: str | None = None) -> list[Release]:
-        """Releases newest first, beginning at the head, or at the parent of `before`."""
-        start = self.get(before).parent if before else self._head(scenario)
+        """Releases newest first, beginning at the head, or at the parent of `before`.
+
+        MissingError when `before` is unknown or of another scenario.
+        """
+        start = self._own(scenario, before).parent if before else self._head(scenario)
         if start is None or limit < 1:
             return []
         ids = self._git.run("rev-list", "--first-parent", f"--max-count={limit}", start).stdout.decode().split()

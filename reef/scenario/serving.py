@@ -21,6 +21,12 @@ from reef.core.nouns import Consumed, PartName, Release, Serving
 from reef.records.board import Board
 from reef.releases import Draft, NewPart, ReleaseChain
 
+TRIES = 16
+"""Heads that a rollback without `expected` tries to follow; each miss means that somebody else's release went in."""
+
+LONGEST_REASON = 1000
+"""Characters."""
+
 PERIOD = 0.05
 """Seconds between two looks of a Watch at the board."""
 
@@ -67,11 +73,29 @@ def rollback(
 ) -> Release:
     """Make the parts of an earlier release the head again, and serve it. Returns the new head.
 
-    `expected` is the head the caller saw (None: whatever it is now); StaleHead when it has moved. Rolling back to what
-    the head already is, or already restored, changes nothing, so a retry after a lost reply is safe. The events that
-    were consumed stay consumed: a rollback never makes a unit train twice. MissingError for an unknown release or one
-    of another scenario; InputError for a candidate.
+    `expected` is the head the caller saw; StaleHead when it has moved. None: whatever it is at that moment. Rolling
+    back to what the head already is, or already restored, changes nothing, so a retry after a lost reply is safe. The
+    events that were consumed stay consumed: a rollback never makes a unit train twice. MissingError for an unknown
+    release or one of another scenario; InputError for a candidate, and for a reason that is longer than LONGEST_REASON
+    or not printable in one line.
     """
+    if len(reason) > LONGEST_REASON:
+        raise InputError(f"reason has {len(reason)} characters; the limit is {LONGEST_REASON}", param="reason")
+    if not reason.isprintable():  # it is shown in terminals, which would act on control characters
+        raise InputError("reason must be one line of printable characters", param="reason")
+    for left in reversed(range(TRIES)):
+        try:
+            head = _roll(name, release_id, chain, actor, reason, expected)
+            break
+        except StaleHead:
+            if expected is not None or not left:
+                raise
+    align(name, chain, board)
+    return head
+
+
+def _roll(name: str, release_id: str, chain: ReleaseChain, actor: str, reason: str, expected: str | None) -> Release:
+    """The chain's side of a rollback: the head that has the wanted parts."""
     head = chain.head(name)
     if head is None:
         raise MissingError(f"no scenario {name}", param="scenario")
@@ -94,7 +118,6 @@ def rollback(
         )
         head = chain.publish(name, draft, expected or head.id)
         failpoint("scenario.rolled_back")
-    align(name, chain, board)
     return head
 
 

@@ -6,7 +6,8 @@ Does not know: torch, tensors, objectives, releases. The files' bytes are the tr
 - A step folder appears whole or not at all: temporary folder, fsync of each file, rename, fsync of the parents.
 - `state.json` is the acknowledgement: it names batch, units, cursor and the sha256 of every other file. A unit is
   trained exactly once because a step that exists is answered from here and never made again.
-- safetensors and JSON only. A file that is missing or does not match its digest is a TrainError, never a guess.
+- safetensors and JSON only. A file that is missing or does not match its digest is a TrainError, never a guess. A disk
+  that cannot be written is a StoreError: no batch is at fault.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reef.core.errors import TrainError
+from reef.core.errors import StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.wire import Step, Stepped
 
@@ -190,7 +191,7 @@ def write(
         shutil.rmtree(draft, ignore_errors=True)
         if target.exists() and (already := answered(training, order)) is not None:
             return already
-        raise TrainError(f"cannot write {target}: {error.strerror or error}; free space or permissions?") from None
+        raise StoreError(f"cannot write {target}: {error.strerror or error}; free space or permissions?") from None
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -267,7 +268,7 @@ def _make(folder: Path, root: Path) -> None:
             entry.mkdir(exist_ok=True)
             _sync(entry.parent)
     except OSError as error:
-        raise TrainError(f"cannot write below {root}: {error.strerror or error}") from None
+        raise StoreError(f"cannot write below {root}: {error.strerror or error}") from None
 
 
 def _sync(entry: Path) -> None:

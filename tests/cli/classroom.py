@@ -24,6 +24,7 @@ class Classroom:
         self.fail_learner = False
         self.cut = False  # end streams without their end
         self.flaky = 0  # answer 503 to so many requests
+        self.rejects = set()  # steps that the gate turns down
         self.lock = threading.Lock()
 
     # --- the learner --------------------------------------------------------------------------------------------------
@@ -59,9 +60,12 @@ class Classroom:
             part["step"] += 1
             part["looks"] += 1
             part["metrics"] = {"loss": 1.0 / part["step"]}
-            made = self.release(name, "publish", {"verdict": "accept", "reason": "all guards passed"})
             timings = {"waiting": 0.5, "training": self.slow, "gate": 0.25, "activation": None}
-            part["last"] = {"verdict": "accept", "reason": "ok", "release_id": made["release_id"], "timings": timings}
+            part["last"] = {"verdict": "reject", "reason": "Rejected by guard drift [x]", "release_id": None}
+            if part["step"] not in self.rejects:
+                made = self.release(name, "publish", {"verdict": "accept", "reason": "all guards passed"})
+                part["last"] = {"verdict": "accept", "reason": "ok", "release_id": made["release_id"]}
+            part["last"] |= {"step": part["step"], "timings": timings}
             part["state"] = "waiting"
         self.learn(name)
 

@@ -9,7 +9,7 @@ from reef.cli import assemble, bind
 from reef.cli.main import main
 from reef.cli.process import Boot
 from reef.config import load
-from reef.core.errors import ConfigError
+from reef.core.errors import ChainError, ConfigError
 
 
 @pytest.fixture
@@ -62,6 +62,9 @@ def test_a_request_creates_a_scenario_with_checked_settings(boot):
         ({"gate": {"policy": "os:system"}}, "a request cannot load code"),
         ({"gate": {"policy": "better", "suite": "/etc/passwd"}}, "a request cannot name files"),
         ({"engine": "nowhere"}, "there is no engine 'nowhere'"),
+        ({"engine": "local"}, "the engine local of scenario other does not run on this server; there is fake"),
+        ({"training": {"backend": "local"}}, "training.backend: a server has one trainer"),
+        ({"training": {"options": {"delay": 9.0}}}, "training.options: a server has one trainer"),
         ({"port": 1}, "port is not a setting"),
     ):
         with pytest.raises(ConfigError) as error:
@@ -69,6 +72,66 @@ def test_a_request_creates_a_scenario_with_checked_settings(boot):
         assert message in str(error.value), str(error.value)
         assert "other" not in board.scenarios()
     board.close()
+
+
+def test_a_creation_cut_short_is_finished_at_the_next_start(boot):
+    assemble.prepare(boot)
+    _, chain, board = open_all(boot)
+    board.create_scenario("half", {"batch_size": 3})  # what a crash before the first release leaves
+    assemble.prepare(boot)
+    assert board.get("half").release_id == chain.head("half").id
+    assert board.scenarios()["half"] == {"batch_size": 3}
+    board.close()
+
+
+def test_a_creation_cut_short_is_finished_by_the_next_request(boot):
+    assemble.prepare(boot)
+    settings, chain, board = open_all(boot)
+    board.create_scenario("half", {"recipe": "record"})
+    board.create_scenario("other", {"recipe": "record"})
+    assemble._create(boot, settings, chain, board, "half", {})
+    assert (chain.head("half").recipe, board.scenarios()["half"]) == ("record", {"recipe": "record"})
+    assemble._create(boot, settings, chain, board, "other", {"batch_size": 3})  # created again, with settings
+    assert (chain.head("other").recipe, board.scenarios()["other"]) == ("feedback_rules", {"batch_size": 3})
+    assemble._create(boot, settings, chain, board, "other", {"batch_size": 4})
+    assert board.scenarios()["other"] == {"batch_size": 3}, "one that is there keeps its settings"
+    board.close()
+
+
+def test_one_bad_scenario_never_stops_a_start(boot, caplog, monkeypatch):
+    assemble.prepare(boot)
+    settings, chain, board = open_all(boot)
+    board.create_scenario("gone", {"engine": "local"})  # made when the server ran another engine
+    board.create_scenario("odd", {"no_such_key": 1})
+    board.create_scenario("full", {})
+    board.create_scenario("good", {})
+    publish = chain.publish
+
+    def refuse(self, name, draft, expected):
+        if name == "full":
+            raise ChainError("no space left")
+        return publish(name, draft, expected)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(chain), "publish", refuse)
+        assemble.prepare(boot)
+    assert set(board.all()) == {"default", "fixed", "good"}
+    for name in ("gone", "odd", "full"):
+        assert f"the scenario {name} is not ready" in caplog.text
+    scenarios = assemble._Scenarios(settings, board)
+    assert (scenarios.recipe("good"), scenarios.recipe("gone")) == ("feedback_rules", None)
+    assemble.prepare(boot)
+    assert set(board.all()) == {"default", "fixed", "good", "full"}
+    board.close()
+
+
+def test_a_default_scenario_that_cannot_be_made_stops_a_start(boot, monkeypatch):
+    def refuse(*_):
+        raise ChainError("no space left")
+
+    monkeypatch.setattr("reef.releases.chain.GitChain.publish", refuse)
+    with pytest.raises(ChainError):
+        assemble.prepare(boot)
 
 
 def test_a_chain_of_another_model_is_refused(boot):

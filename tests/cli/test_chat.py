@@ -48,8 +48,16 @@ def test_reports_quote_the_last_answer(say, room):
         {"demonstration": "it is three", "references": [second]},
     ]
     assert "reported as good" in out
+    assert "only the first one trains" not in out
     said = [message["content"] for message in room.chats[-1][0]["messages"]]
     assert said == ["be brief", "1+1", "1+1 = 2", "1+2", "it is three", "1+3"]
+
+
+def test_a_second_score_on_an_answer_is_kept_and_said_not_to_train(say, room):
+    _, out, _ = say("1+1", "/good", "/bad", "1+2", "/bad")
+    assert len(room.reports) == 3
+    lines = [line for line in out.splitlines() if line.startswith("reported as")]
+    assert ["only the first one trains" in line for line in lines] == [False, True, False]
 
 
 def test_scenario_release_help_and_a_new_conversation(say, room):

@@ -101,6 +101,20 @@ def test_configuration_errors_are_2_and_name_the_line(text, message, command, ca
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["config", "serve", "doctor"])
+def test_every_unknown_key_is_named_at_once_with_its_line(command, capsys):
+    text = "reef:\n  bacth_size: 1\n  zzz: 2\ngaet: {}\ngate:\n  polcy: x\nscenarios:\n  a:\n    lerning_rate: 1\n"
+    Path("reef.yaml").write_text(text)
+    said = main([command]), capsys.readouterr()
+    out = said[1].out if command == "doctor" else said[1].err
+    assert said[0] == (1 if command == "doctor" else 2)
+    for line, key in ((2, "reef.bacth_size"), (3, "reef.zzz"), (4, "gaet"), (6, "gate.polcy"), (9, "scenarios.a.lern")):
+        assert f"reef.yaml:{line}: {key}" in out
+    if command != "doctor":
+        assert all(line.startswith("reef: reef.yaml:") for line in out.splitlines())
+        assert len(out.splitlines()) == 5
+
+
 def test_config_lists_every_setting_with_its_source(capsys):
     Path("reef.yaml").write_text("reef:\n  batch_size: 4\n  token: canary\n")
     assert main(["config", "--json", "--reef.port", "8901"]) == 0
@@ -145,6 +159,13 @@ def test_no_server_is_1_with_a_next_step(capsys):
     assert "--score" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("score", ["nan", "inf", "-inf"])
+def test_a_score_that_is_no_number_is_one_line(score, capsys):
+    assert main(["report", "0" * 32, f"--score={score}"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"reef: --score must be a finite number, not {score}; 0 and 1 are usual\n"
+
+
 def test_serve_says_what_is_in_its_way(capsys):
     fake = ["serve", "--reef.engine", "fake", "--training.backend", "fake"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -158,6 +179,14 @@ def test_serve_says_what_is_in_its_way(capsys):
     assert main([*fake, "--reef.port", "0"]) == 1
     assert "is in use by the server with process id" in capsys.readouterr().err
     lock.release()
+
+
+def test_a_port_in_use_leaves_no_state_folder_behind(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ["serve", "--reef.engine", "fake", "--training.backend", "fake", "--reef.port", str(port)]
+        assert main(words) == 1
+    assert not Path(".reef").exists()
 
 
 def test_serve_says_what_is_wrong_with_the_model(capfd):
@@ -181,6 +210,49 @@ def test_doctor_names_what_is_missing(capsys, monkeypatch):
     assert found["state folder"]["ok"] is True
 
 
+def labels(text):
+    return {line.split()[1]: line.split()[0] for line in text.splitlines() if len(line.split()) > 2}
+
+
+def test_doctor_tells_what_is_missing_from_what_is_wrong(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["doctor", "--reef.engine", "fake", "--reef.port", port]) == 1
+        found = labels(capsys.readouterr().out)
+        assert (found["git"], found["port"], found["python"]) == ("MISSING", "problem", "ok")
+        lock = state.claim(Path(".reef"))
+        main(["doctor", "--reef.engine", "fake", "--reef.port", port])
+        lock.release()
+        said = capsys.readouterr().out
+        assert labels(said)["port"] == "ok"
+        assert "the server of this state folder runs now" in said
+
+
+def test_doctor_goes_on_after_a_wrong_configuration(capsys, monkeypatch):
+    monkeypatch.setattr("reef.cli.doctor._model", lambda name: name)
+    Path("reef.yaml").write_text("gaet: {}\n")
+    assert main(["doctor", "--json", "--reef.port", "0"]) == 1
+    found = {item["what"]: item["ok"] for item in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["configuration"] is False
+    assert found["defaults"] is None
+    assert found["state folder"] is found["port"] is found["model"] is True
+
+
+def test_how_reef_is_started_here(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    program = tmp_path / ".venv" / "bin" / "reef"
+    program.parent.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(program.with_name("python")))
+    assert options.program() == f"{program.with_name('python')} -m reef"
+    program.write_text("")
+    assert options.program() == ".venv/bin/reef"
+    monkeypatch.chdir("/")
+    assert options.program() == str(program).lstrip("/")
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/reef")
+    assert options.program() == "reef"
+
+
 def test_errors_never_leave_as_tracebacks(monkeypatch, capsys):
     def broken(*_):
         raise ConfigError("say what to do")
@@ -193,3 +265,5 @@ def test_errors_never_leave_as_tracebacks(monkeypatch, capsys):
 def test_run_needs_a_driver(capsys):
     assert main(["run", "."]) == 2
     assert "run.py" in capsys.readouterr().err
+    assert main(["run"]) == 2
+    assert "required: FOLDER\n" in capsys.readouterr().err

@@ -73,6 +73,20 @@ def test_the_token_is_made_once_and_private(tmp_path):
     assert state.read_token(tmp_path) == token
 
 
+def test_a_token_that_others_may_use_is_made_private(tmp_path, caplog):
+    token, _ = state.token(tmp_path)
+    for mode in (0o644, 0o602, 0o640):
+        caplog.clear()
+        (tmp_path / "token").chmod(mode)
+        assert state.token(tmp_path) == (token, False)
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        assert f"had mode {mode:o}" in caplog.text
+        assert token not in caplog.text
+    caplog.clear()
+    assert state.read_token(tmp_path) == token
+    assert caplog.text == ""
+
+
 def test_sockets_of_a_deep_folder_are_short_and_linked(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path)[:1] + "tmp")
     deep = tmp_path / ("d" * 60) / ("e" * 60)

@@ -119,22 +119,68 @@ def test_text_output_has_progress_both_tables_and_the_curve(served, capsys, tmp_
     words = ("teach", "--url", served.url, "--token", "secret", "--samples", "1", "--reports", "24")
     assert reef(*words) == 0
     text = capsys.readouterr().out
-    for expected in ("held-out, base:", "wave   3/3", "base", "before", "after", "releases", "accept", "from a batch"):
+    for expected in ("held-out, base:", "wave   3/3", "base", "after", "releases", "accept", "from a batch"):
         assert expected in text, expected
+    assert text.index("scenario: teach-addition-0\n") < text.index("held-out, base:")
+    assert "at most 24 reports, in 3 waves of 8 chats" in text
+    assert "the gate looked at 3 candidates: 3 accepted, 0 rejected" in text
+    assert "before" not in text  # a fresh scenario: the same as the base
+    for command in ("chat", "releases", "records"):
+        assert f"reef {command} -s teach-addition-0 --url {served.url}" in text
     assert "curve: teach-addition.png" in text
     assert (tmp_path / "teach-addition.png").exists()
+
+
+def test_each_rejection_is_told_and_counted(served, room, capsys):
+    room.rejects = {2}
+    assert reef("teach", "--url", served.url, "--token", "secret", "--samples", "1", "--reports", "24", "--no-png") == 0
+    text = capsys.readouterr().out
+    assert text.count("rejected at step 2: Rejected by guard drift [x]\n") == 1
+    assert text.index("rejected at step 2") < text.index("wave   2/3")
+    assert "gate 1 accepted, 1 rejected" in text
+    assert "the gate looked at 3 candidates: 2 accepted, 1 rejected" in text
+    result = taught(served, capsys, "--reports", "24", "--no-png")
+    assert result["looks"] == {"accept": 2, "reject": 1}
+    assert [(one["step"], one["verdict"]) for one in result["verdicts"]] == [
+        (1, "accept"),
+        (2, "reject"),
+        (3, "accept"),
+    ]
+
+
+def test_a_scenario_that_was_taught_before_has_a_row_of_its_own_for_it(served, capsys):
+    words = ("teach", "--url", served.url, "--token", "secret", "--samples", "1", "--no-png", "-s", "mine")
+    for _ in range(2):
+        assert reef(*words, "--reports", "8") == 0
+    assert " before " in capsys.readouterr().out
+
+
+def test_what_to_do_next(room, monkeypatch):
+    lesson = lessons.Lesson(PREFERENCES["addition"], "s", 0)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/reef")
+    assert "\n  reef chat -s s " in teach.further([lesson], False, None)
+    assert "are gone now" in teach.further([lesson], True, None)
 
 
 def test_the_live_table_shows_waves_and_what_happens_now(room):
     lesson = lessons.Lesson(PREFERENCES["addition"], "s", 0, planned=20, size=8)
     lesson.stage, lesson.part = "wave 17: learning", {"state": "training", "step": 16, "pending": 8}
     lesson.marks.append(lessons.Mark(8, "abcdef1234567890", 3, {}))
+    lesson.verdicts.append(lessons.Verdict(8, 1, "accept", "all guards passed"))
     lesson.waves = [lessons.Wave(n, 8 * n, n / 20, "abc", 0.5, n, 30.0) for n in range(1, 17)]
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system=None)
     with teach.screen(lesson, console) as watch:
         watch(lesson)
-    for expected in ("128", "0.80", "█", "release 3 (abcdef12)", "learner training, step 16", "about 2:00 left"):
+    for expected in (
+        "128",
+        "0.80",
+        "█",
+        "release 3 (abcdef12)",
+        "gate 1 accepted",
+        "learner training",
+        "about 2:00 left",
+    ):
         assert expected in out.getvalue(), expected
 
 
@@ -157,7 +203,7 @@ def test_a_preference_of_ones_own_by_dotted_path(served, room, capsys, tmp_path,
         (("nonsense",), 2, "no preference 'nonsense'; there are addition"),
         (("addition", "sentence", "-s", "one"), 2, "one preference at a time"),
         (("--reports", "3"), 2, "less than one wave of 8"),
-        (("--token", "wrong"), 1, "wrong token"),
+        (("--token", "wrong"), 1, "wrong token; give --token; give the token with --token or REEF_TOKEN"),
         (("--reports", "0"), 2, "at least 1"),
         (("--reports", "5", "--updates", "5"), 2, "not allowed with"),
     ],

@@ -68,6 +68,13 @@ def test_wrong_fields(fields, message):
     assert message in str(error.value), str(error.value)
 
 
+def test_every_wrong_field_is_named():
+    with pytest.raises(ConfigError) as error:
+        make({"bacth_size": 1, "batch_size": "many", "zzzz": 1})
+    assert len(error.value.message.splitlines()) == 3
+    assert all(line.startswith("r.yaml:7: reef.") for line in error.value.message.splitlines())
+
+
 def test_staleness_follows_the_gate():
     assert make({"max_staleness": 2}, floor=2).max_staleness == 2
 

@@ -115,6 +115,20 @@ def test_every_fault_is_named_at_once(write):
     assert len(text.splitlines()) == 2
 
 
+def test_with_faults_the_rest_is_read_and_the_wrong_keys_are_collected(write):
+    file = write(
+        "reef: {port: high, model: m}\ngaet: {}\nscenarios:\n  a: {gate: {polcy: x}}\n  b: {gate: {plicy: x}}\n"
+    )
+    faults = []
+    loaded = load(file, environment={}, faults=faults)
+    assert (loaded.settings.reef.port, loaded.settings.reef.model) == (8900, "m")
+    lines = [line for fault in faults for line in fault.message.splitlines()]
+    assert [line[:9] for line in lines] == ["r.yaml:1:", "r.yaml:2:", "r.yaml:4:", "r.yaml:5:"]
+    for text in ("reef: {recipe: [sao]}", "reef: {host: 0.0.0.0, auth: none}"):
+        with pytest.raises(ConfigError):
+            load(write(text), environment={}, faults=[])
+
+
 def test_command_line_errors(write):
     refused("command line: gate.polcy is not a setting", overrides=[("gate.polcy", "x")])
     refused("reef.port is a single value", write("reef: {port: 1}"), [("reef.port.x", "1")])

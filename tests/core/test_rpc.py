@@ -76,14 +76,16 @@ async def test_calls_and_streams_share_one_socket(tmp_path):
         await client.close()
 
 
-async def test_errors_keep_their_class(tmp_path):
+async def test_errors_keep_their_class(tmp_path, caplog):
     async with serving(tmp_path, Echo()):
         client = rpc.Client(tmp_path / "echo.sock")
         with pytest.raises(errors.MissingError, match="no such scenario") as caught:
             await client.call(Wake(scenario="known"))
         assert caught.value.param == "scenario"
-        with pytest.raises(errors.WireError, match="ValueError"):
+        with pytest.raises(errors.WireError, match="failed inside; its log says why") as caught:
             await client.call(Wake(scenario="other"))
+        assert "surprise" not in caught.value.message, "what went wrong is for the log, not for clients"
+        assert "ValueError: surprise" in caplog.text
         await client.close()
 
 

@@ -60,6 +60,12 @@ def test_the_newer_limit_wins() -> None:
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": 5}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [5]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": ""}] * 70_000}, "messages"),
+        ({"tools": 5}, "tools"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ],
 )
@@ -81,3 +87,9 @@ def test_content_of_all_shapes() -> None:
         body(messages=[{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": []}])
     )
     assert [message["content"] for message in chat.messages] == ["ab", ""]
+
+
+@pytest.mark.parametrize("given", [0, -0.0, 1e-300, 1e-45, 9e-5])
+def test_a_temperature_too_low_to_divide_by_is_greedy(given: float) -> None:
+    assert parse(body(temperature=given)).sampling.temperature == 0.0
+    assert parse(body(temperature=1e-4)).sampling.temperature == 1e-4

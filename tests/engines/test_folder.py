@@ -5,6 +5,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,15 @@ from reef.engines.local import folder as room
 from reef.engines.local.convert import convert
 from reef.engines.local.folder import prepare, sha256
 from tests.engines.kit import SPECIAL, TEMPLATE, byte_letters, make_tiny
+
+EMPTY = b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+FOREIGN = json.dumps(
+    {
+        "version": "1.0",
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "vocab": {each: 60_000 + i for i, each in enumerate("Hels")}, "merges": []},
+    }
+).encode()
 
 
 @pytest.fixture
@@ -88,6 +99,17 @@ def test_models_it_cannot_run_are_refused(tiny: Path, tmp_path: Path, changes: d
         ("model.safetensors", b"", "not a whole safetensors file"),
         ("model.safetensors", b"x" * 100, "not a whole safetensors file"),
         ("tokenizer.json", None, r"has no tokenizer\.json"),
+        ("tokenizer.json", b"{}", r"tokenizer\.json cannot be read .*fetch the model again"),
+        ("tokenizer.json", EMPTY, r"tokenizer\.json cannot be read"),
+        ("tokenizer.json", FOREIGN, r"does not belong to this model \(token 60003 "),
+        ("tokenizer_config.json", None, r"has no tokenizer_config\.json"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "chat template cannot be read"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": "{{ nothing() }}"}',
+            r"put a working one into chat_template\.jinja",
+        ),
+        ("tokenizer_config.json", b'{"chat_template": ""}', "a message gives no tokens"),
     ],
 )
 def test_broken_folders_say_what_is_wrong(tmp_path: Path, file: str, content: bytes | None, match: str) -> None:
@@ -277,3 +299,20 @@ def test_conversion_equals_transformers_own(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(found.path)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.encode("2026") == [tokenizer.convert_tokens_to_ids(digit) for digit in "2026"]
+
+
+def test_a_template_in_a_file_of_its_own_is_read_too(tmp_path: Path) -> None:
+    place = make_tiny(tmp_path / "m")
+    (place / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"chat_template\.jinja cannot be read"):
+        prepare(str(place), tmp_path / "cache")
+    (place / "chat_template.jinja").write_text(TEMPLATE)
+    assert prepare(str(place), tmp_path / "cache").path == place
+
+
+def test_a_folder_is_checked_without_torch(tiny: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from reef.engines.local.folder import prepare; "
+        "prepare(sys.argv[1], Path(sys.argv[2])); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tiny), str(tmp_path)]).returncode == 0

@@ -85,3 +85,7 @@ async def test_the_real_model_is_ready_soon() -> None:
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_answer_without_a_limit_ends_soon() -> None:
+    assert Options().max_tokens == 256

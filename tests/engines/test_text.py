@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reef.core.errors import InputError
-from reef.engines.local.text import Stream, Text, degrade
+from reef.core.errors import ContextError, InputError
+from reef.engines.local.text import LONG, PROBE, Stream, Text, degrade
 from tests.engines.kit import make_tiny
 
 
@@ -107,3 +110,69 @@ def test_a_folder_without_template_says_what_to_do(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     with pytest.raises(InputError, match=r"chat_template\.jinja"):
         Text(folder)
+
+
+class Spy:
+    """The tokenizer, and the lengths of all that it was given."""
+
+    def __init__(self, text: Text) -> None:
+        self.real, self.given = text.tokenizer, list[int]()
+
+    def encode(self, text: str, **options: Any) -> Any:
+        self.given.append(len(text))
+        return self.real.encode(text, **options)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        self.given += map(len, texts)
+        return self.real.encode_batch(texts, **options)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_made_into_tokens(tiny: Path) -> None:
+    text = Text(tiny)
+    spy = text.tokenizer = Spy(text)
+    with pytest.raises(ContextError, match="10000000 characters") as caught:
+        text.fit("hello " * 1_666_666 + "you!", 512)
+    assert caught.value.param == "messages"
+    assert spy.given == []
+    text.longest = 10_000
+    with pytest.raises(ContextError):
+        text.fit("hello " * 100_000, 512)
+    assert spy.given == [512 * PROBE]
+
+
+def test_what_fits_or_nearly_comes_back_whole(text: Text) -> None:
+    for words in (1, 90, 200, 2 * LONG):
+        said = "the one " * words
+        context = len(text.encode(said))
+        assert text.fit(said, context) == text.encode(said)
+        assert len(text.fit(said, context - 1)) == context
+        assert text.tokenizer.encode(said, add_special_tokens=False).ids == text.encode(said)
+
+
+def test_a_long_text_lets_other_threads_work(text: Text) -> None:
+    ticks, done = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.is_set():
+            time.sleep(0.001)
+            ticks += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    text.tokenizer.encode_batch(["hello world " * 30_000], add_special_tokens=False)
+    before = ticks
+    encoding = text.encode("hello world " * 30_000)
+    after = ticks
+    done.set()
+    thread.join()
+    assert len(encoding) > 300_000
+    assert after - before >= 20  # some hundreds; two or three when the interpreter is held
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{"function": 5}]])
+def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, calls: object) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ 1 // (m.tool_calls and 0) }}{% endfor %}")
+    with pytest.raises(InputError):
+        Text(folder).render([{"role": "assistant", "content": "", "tool_calls": calls}])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reef.core.errors import EngineError, MissingError, TrainError, WireError
+from reef.core.errors import EngineError, MissingError, StoreError, TrainError, WireError
 from reef.core.nouns import Candidate, Evaluation, Release
 from reef.core.wire import Progress, Step, Stepped
 from reef.harness import tree
@@ -342,6 +342,10 @@ class Flaky:
             raise WireError("trainer went away before it answered")
         if fault == "refuse":
             raise TrainError("loss is not finite")
+        if fault == "surprise":
+            raise OverflowError("math range error")
+        if fault == "full":
+            raise StoreError("cannot write: no space left")
         async for item in self.inner.step(order):  # type: ignore[attr-defined]
             if fault == "silent":
                 return
@@ -375,18 +379,30 @@ async def test_a_trainer_that_dies_loses_nothing(world: World, faults: list[str]
     assert world.works["weights"].error is None
 
 
-async def test_a_batch_that_cannot_be_trained_is_given_up(world: World) -> None:
-    world.tools = replace(world.tools, trainer=Flaky(world.trainer, ["refuse"] * ATTEMPTS))
+@pytest.mark.parametrize(("fault", "words"), [("refuse", "not finite"), ("surprise", "OverflowError: math range")])
+async def test_a_batch_that_cannot_be_trained_is_given_up(world: World, fault: str, words: str) -> None:
+    world.tools = replace(world.tools, trainer=Flaky(world.trainer, [fault] * ATTEMPTS))
     await world.say(2)
     for _ in range(ATTEMPTS):
         assert world.ledger.fates(NAME, "weights") == {}
         await world.update()
     assert world.ledger.fates(NAME, "weights") == {"failed": 2}
     (look,) = world.ledger.looks(NAME)
-    assert (look.verdict, "not finite" in look.reason) == ("reject", True)
+    assert (look.verdict, words in look.reason) == ("reject", True)
     await world.say(2)
     await world.settle()
     assert (world.head.step, world.head.line) == (1, f"{look.line[:-1]}2")
+
+
+@pytest.mark.parametrize("fault", ["full", "before"])
+async def test_trouble_that_is_not_the_batchs_is_waited_out(world: World, fault: str) -> None:
+    world.tools = replace(world.tools, trainer=Flaky(world.trainer, [fault] * (ATTEMPTS + 2)))
+    await world.say(2)
+    for _ in range(ATTEMPTS + 2):
+        await world.update()
+        assert world.works["weights"].error
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2}
 
 
 async def test_an_engine_that_is_gone_delays_only(world: World) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 
+from reef.core.errors import ChainError, DigestError, StoreError
 from reef.engines.fake import Fault
 from reef.records.board import Board
 from reef.releases import Draft
@@ -119,6 +120,54 @@ async def test_releases_are_listed_newest_first(gateway, client):
     assert (await client.get(f"/reef/scenarios/default/releases/{'0' * 40}")).status_code == 404
 
 
+async def test_a_page_never_goes_on_in_another_scenario(gateway, client):
+    gateway.publish_rules("Secret.", "default")
+    await client.post("/reef/scenarios", json={"name": "shop"})
+    other = gateway.chain.head("default").id
+    page = await client.get(f"/reef/scenarios/shop/releases?after={other}")
+    assert page.status_code == 404
+    assert page.json()["error"]["param"] == "release_id"
+
+
+async def test_a_damaged_chain_is_503_and_names_no_files(gateway, client, monkeypatch, caplog):
+    import hashlib
+
+    for error in (ChainError, DigestError, StoreError):
+
+        def fail(*_, error=error):
+            raise error(f"{gateway.state}/releases.git/objects/ab/cd is damaged")
+
+        monkeypatch.setattr(gateway.chain, "history", fail)
+        caplog.clear()
+        answer = await client.get("/reef/scenarios/default/releases")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == error.code
+        assert str(gateway.state) not in answer.text
+        assert f"{gateway.state}/releases.git/objects/ab/cd is damaged" in caplog.text
+    release_id = gateway.publish_rules("Be brief.")  # the real thing: a harness file that is gone
+    (sha256, _) = gateway.chain.get(release_id).parts["harness"].files["harness.json"]
+    data = gateway.chain.files(release_id, "harness")["harness.json"].read_bytes()
+    assert hashlib.sha256(data).hexdigest() == sha256
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    (gateway.state / "releases.git/objects" / blob[:2] / blob[2:]).unlink()
+    for left in gateway.state.rglob(f"*{sha256}*"):
+        left.unlink()
+    answer = await client.post("/v1/chat/completions", json=ASK)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert str(gateway.state) not in answer.text
+
+
+async def test_ready_names_no_files(run, tmp_path, caplog):
+    async def store_ready():
+        raise StoreError(f"the disk of the record store {tmp_path}/records.db is full")
+
+    async with run(tmp_path, store_ready=store_ready) as gateway, gateway.client(None) as client:
+        answer = await client.get("/readyz")
+        assert answer.status_code == 503
+        assert str(tmp_path) not in answer.text
+        assert f"{tmp_path}/records.db is full" in caplog.text
+
+
 async def test_rollback_serves_the_earlier_release_at_once(gateway, client):
     base = gateway.board.get("default").release_id
     top = gateway.publish_rules("Be brief.")
@@ -138,7 +187,14 @@ async def test_rollback_serves_the_earlier_release_at_once(gateway, client):
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [({}, 400), ({"release_id": 3}, 400), ({"release_id": "0" * 40}, 404), ({"release_id": "x", "why": 1}, 400)],
+    [
+        ({}, 400),
+        ({"release_id": 3}, 400),
+        ({"release_id": "0" * 40}, 404),
+        ({"release_id": "x", "why": 1}, 400),
+        ({"release_id": "0" * 40, "reason": "r" * 1001}, 400),
+        ({"release_id": "0" * 40, "reason": "a\x1b[2J"}, 400),
+    ],
 )
 async def test_bad_rollbacks(gateway, client, body, status):
     before = gateway.chain.head("default").id
@@ -195,6 +251,43 @@ async def test_one_record_whole(gateway, client):
         assert (await client.get(f"/reef/scenarios/default/records/{missing}")).status_code == 404
     await client.post("/s/other/v1/chat/completions", json=ASK)
     assert (await client.get(f"/reef/scenarios/other/records/{receipt}")).status_code == 404
+
+
+async def test_reports_are_on_their_record_and_paged(gateway, client):
+    receipts = [
+        (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"] for _ in range(2)
+    ]
+    said = {"score": 0.5, "feedback": "so so", "demonstration": "Hello!"}
+    ids = []
+    for body in (said | {"references": receipts}, {"score": 1, "references": receipts[:1]}):
+        ids.append((await client.post("/reef/report", json=body)).json()["agent_record_id"])
+    first, second = [(await client.get(f"/reef/scenarios/default/records/{receipt}")).json() for receipt in receipts]
+    assert [item["agent_record_id"] for item in first["reports"]] == ids
+    assert [item["agent_record_id"] for item in second["reports"]] == ids[:1]
+    assert {name: first["reports"][0][name] for name in said} == said
+    assert first["reports"][0]["references"] == receipts
+    route = "/reef/scenarios/default/reports"
+    page = (await client.get(route, params={"limit": 1})).json()
+    assert [item["agent_record_id"] for item in page["reports"]] == ids[1:]
+    rest = (await client.get(route, params={"after": page["next"]})).json()
+    assert [item["agent_record_id"] for item in rest["reports"]] == ids[:1]
+    assert rest["next"] is None
+    assert (await client.get("/reef/scenarios/none/reports")).status_code == 404
+
+
+async def test_a_store_that_cannot_find_reports_by_record_leaves_them_out(gateway, client, monkeypatch):
+    receipt = (await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+    monkeypatch.delattr(type(gateway.store), "reports_on")
+    whole = await client.get(f"/reef/scenarios/default/records/{receipt}")
+    assert whole.status_code == 200
+    assert "reports" not in whole.json()
+
+
+async def test_what_is_not_there_is_said_with_what_to_do(client):
+    for path in ("/reef/scenarios/nope", "/reef/scenarios/nope/records", "/reef/scenarios/nope/reports"):
+        said = (await client.get(path)).json()["error"]["message"]
+        assert said == "no scenario 'nope'; `reef scenarios` lists them"
+    assert (await client.get("/v2/x")).json()["error"]["message"] == "no route /v2/x; see docs/api.md"
 
 
 async def test_status(gateway, client):

@@ -87,6 +87,11 @@ BAD = [
     ({"score": 1, "per_receipt": {"f" * 32: 1}}, "per_receipt"),
     ({"score": 1, "agent_record_id": "mine"}, "agent_record_id"),
     ({"scroe": 1}, "scroe"),
+    ({"score": 1e308}, "score"),
+    ({"score": -1000000.5}, "score"),
+    ({"score": 10**30}, "score"),
+    ({"metrics": {"a": 1e7}}, "metrics.a"),
+    ({"per_receipt": {"f" * 32: 2e6}}, "per_receipt." + "f" * 32),
 ]
 
 
@@ -108,6 +113,13 @@ async def test_scores_that_are_not_finite(gateway, client, receipt):
         assert response.json()["error"]["param"] == "score"
         assert "finite" in response.json()["error"]["message"]
     assert await stored(gateway) == []
+
+
+async def test_the_largest_scores_are_taken(gateway, client, receipt):
+    for score in (1e6, -1e6, 1000000):
+        response = await client.post("/reef/report", json={"score": score, "references": [receipt]})
+        assert response.status_code == 200
+    assert {report.score for report in await stored(gateway)} == {1e6, -1e6}
 
 
 async def test_quoting_a_report_says_so(client, receipt):

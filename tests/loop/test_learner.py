@@ -130,7 +130,7 @@ async def test_new_scenarios_appear_and_archived_ones_leave(house: House) -> Non
     await until(lambda: set(house.learner.look()) == {NAME})
 
 
-async def test_one_scenarios_trouble_is_its_own(house: House) -> None:
+async def test_one_scenarios_trouble_is_its_own(house: House, caplog: pytest.LogCaptureFixture) -> None:
     world = house.world
     house.broken.add("broken")
     ensure("broken", world.chain, world.board, BASE, None)
@@ -142,6 +142,7 @@ async def test_one_scenarios_trouble_is_its_own(house: House) -> None:
     tried = house.bound.count("broken")
     await asyncio.sleep(0.5)
     assert house.bound.count("broken") - tried <= 2  # it rests longer each time
+    assert caplog.text.count("is bound to a recipe that is not there") == 1, "said once, however often it is tried"
     house.broken.clear()
     await house.client.call(Wake(scenario="broken"), timeout=5)
     await until(lambda: "error" not in house.learner.look()["broken"])

@@ -14,7 +14,7 @@ from reef.core.errors import StoreError
 from reef.core.nouns import Evaluation, Guard
 from reef.core.wire import Step
 from reef.experience.units import Drop
-from reef.loop.ledger import Ledger, Look, Order
+from reef.loop.ledger import Ledger, Look, Order, set_aside
 
 STEP = Step(
     scenario="s", part="weights", line="abc-1", step=1, base_release="abc", base_step=0, objective="x:Y",
@@ -122,3 +122,53 @@ def test_a_file_of_a_newer_reef_or_no_database_is_refused(tmp_path: Path) -> Non
     (tmp_path / "text.db").write_text("not a database at all, only some text that is long enough" * 20)
     with pytest.raises(StoreError, match="cannot be opened"):
         Ledger(tmp_path / "text.db")
+
+
+def test_a_damaged_file_is_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "learn.db"
+    assert set_aside(path) is None
+    path.write_bytes(b"garbage" * 5000)
+    (tmp_path / "learn.db-wal").write_bytes(b"more")
+    (tmp_path / "learn.db-shm").write_bytes(b"and more")
+    aside = set_aside(path)
+    assert aside is not None
+    assert aside.name.startswith("learn.db.damaged-")
+    assert aside.read_bytes() == b"garbage" * 5000
+    assert (aside.parent / (aside.name + "-wal")).read_bytes() == b"more"
+    assert not list(tmp_path.glob("learn.db-*"))
+    assert "is damaged (it is not a database)" in caplog.text
+    fresh = Ledger(path)
+    fresh.reserve(ORDER)
+    fresh.close()
+    assert set_aside(path) is None, "a sound file stays"
+    again = Ledger(path)
+    assert again.order("s", "weights") == ORDER
+    again.close()
+
+
+def test_damage_in_the_middle_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "learn.db"
+    ledger = Ledger(path)
+    ledger.drop("s", "weights", [Drop(f"x{n}:0", "rep", "stale") for n in range(3000)], 9)
+    ledger.close()
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2 // 4096 * 4096
+    data[middle : middle + 4096] = b"\xff" * 4096
+    path.write_bytes(data)
+    writing = sqlite3.connect(path)  # a learner that is killed leaves its -wal
+    writing.execute("CREATE TABLE more (x)")
+    log = (tmp_path / "learn.db-wal").read_bytes()
+    assert log
+    aside = set_aside(path)
+    assert aside is not None
+    assert (tmp_path / (aside.name + "-wal")).read_bytes() == log
+    assert aside.read_bytes() == data
+    writing.close()
+
+
+def test_a_file_that_is_in_use_is_not_set_aside(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "learn.db")
+    ledger.reserve(ORDER)
+    assert set_aside(tmp_path / "learn.db") is None
+    assert ledger.order("s", "weights") == ORDER
+    ledger.close()

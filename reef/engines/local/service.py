@@ -18,6 +18,7 @@ import random
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -32,9 +33,9 @@ from reef.engines.local.model import DTYPES, Model, load_weights
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored
 from reef.engines.local.server import Options
-from reef.engines.local.text import Stream, Text
+from reef.engines.local.text import LONG, Stream, Text
 
-LONG = 50_000  # characters from which a prompt is made into tokens in a thread of its own
+ENCODERS = 2  # long prompts that are made into tokens at once; others wait, and are not begun once their client left
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +52,7 @@ class Service:
         self._context = min(options.context, layout.context)
         self._vocab = layout.vocab
         self._text = Text(folder)
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokens")
         base = load_weights(weight_files(folder), layout, dtype)
         self._model = Model(layout, options.slots, self._context, dtype)
         self._shelf = Shelf(base, layout, dtype, resolve, loras=options.loras, full=options.full, digest=options.digest)
@@ -63,6 +65,7 @@ class Service:
 
     def close(self) -> None:
         self._scheduler.stop()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
 
     def handle(self, message: wire.Message) -> Awaitable[wire.Message] | AsyncIterator[wire.Message]:
         if isinstance(message, wire.Generate):
@@ -82,8 +85,11 @@ class Service:
             self._loop.call_soon_threadsafe(_hand_out, events)
 
     async def _generate(self, message: wire.Generate) -> AsyncIterator[wire.Message]:
-        chat = parse(message.body)
-        prompt = await self._encode(chat)
+        if len(message.body) < LONG:
+            chat, prompt = self._read(message.body)
+        else:
+            loop = asyncio.get_running_loop()
+            chat, prompt = await loop.run_in_executor(self._encoders, self._read, message.body)
         limit = self._limit(chat, len(prompt))
         if self._scheduler.waiting + chat.choices > self._options.queue:
             raise LimitError(f"{self._options.queue} answers are waiting for the engine; try again later")
@@ -140,13 +146,15 @@ class Service:
             top_pieces=[[self._text.piece(token) for token, _ in event.top]] if chat.top_logprobs else None,
         )
 
-    async def _encode(self, chat: Chat) -> list[int]:
-        def encode() -> list[int]:
-            return self._text.encode(self._text.render(chat.messages, chat.tools))
-
-        if sum(len(message["content"]) for message in chat.messages) > LONG:
-            return await asyncio.to_thread(encode)
-        return encode()
+    def _read(self, body: bytes) -> tuple[Chat, list[int]]:
+        """A request and its prompt's tokens. Refuses what cannot fit before it costs much."""
+        chat = parse(body)
+        if len(chat.messages) > self._context:
+            raise ContextError(
+                f"this model's context is {self._context} tokens; these are {len(chat.messages)} messages. Send fewer",
+                param="messages",
+            )
+        return chat, self._text.fit(self._text.render(chat.messages, chat.tools), self._context)
 
     def _limit(self, chat: Chat, length: int) -> int:
         """Most tokens of the answer: as asked, or a bound; never past the context. ContextError when none is left."""

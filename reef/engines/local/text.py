@@ -21,11 +21,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from reef.core.errors import InputError
+from reef.core.errors import ContextError, InputError
 from reef.core.nouns import Json
 from reef.engines.local.layout import read_json
 
 BROKEN = "�"  # what a decoder writes for bytes that are not (yet) a character
+LONG = 8_000  # characters from which a text is made into tokens without holding the interpreter (and in a thread)
+PROBE = 16  # characters for each token of a context: nearly any text so long has more tokens than fit
 
 
 class _Generation(Extension):
@@ -43,7 +45,13 @@ class Text:
 
     def __init__(self, folder: Path) -> None:
         config = read_json(folder / "tokenizer_config.json")
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self.longest = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))  # token, in characters
+        except Exception as error:  # the library raises plain Exception, even for a file that is not there
+            raise InputError(
+                f"{folder / 'tokenizer.json'} cannot be read ({error}); fetch the model again", param="model"
+            ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         source = _template(folder, config)
@@ -63,18 +71,38 @@ class Text:
 
     def render(self, messages: Sequence[dict[str, Json]], tools: Json = None) -> str:
         """The prompt for the next assistant message, exactly as the model's own template writes it."""
-        degraded = [dict(message) if self._tools else degrade(message) for message in messages]
-        for message in degraded:
-            if message["role"] == "developer":
-                message["role"] = "system"
         try:
+            degraded = [dict(message) if self._tools else degrade(message) for message in messages]
+            for message in degraded:
+                if message["role"] == "developer":
+                    message["role"] = "system"
             return self._template.render(messages=degraded, tools=tools, add_generation_prompt=True, **self._special)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template is a program of somebody else's: whatever it raises, it refuses
             raise InputError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG:
+            found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        else:  # only the batch form lets go of the interpreter, which everything else in the process needs meanwhile
+            found = self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return found
+
+    def fit(self, text: str, context: int) -> list[int]:
+        """The tokens of a prompt. ContextError, before all of it is made into tokens, when they cannot be few enough.
+
+        A prompt a little too long still comes back whole: its caller can name the number.
+        """
+        too_long = len(text) > context * self.longest
+        if not too_long and len(text) > context * PROBE:
+            # The end of the piece may be cut inside a token, so only a piece that is clearly too long counts.
+            too_long = len(self.encode(text[: context * PROBE])) > context + context // 4
+        if too_long:
+            raise ContextError(
+                f"this model's context is {context} tokens; the messages are {len(text)} characters, which is more. "
+                "Shorten the messages",
+                param="messages",
+            )
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         found: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -101,7 +129,10 @@ def degrade(message: dict[str, Json]) -> dict[str, Json]:
 def _template(folder: Path, config: dict[str, Any]) -> str:
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text(encoding="utf-8")
+        try:
+            return separate.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{separate} cannot be read ({error}); fetch the model again", param="model") from None
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
@@ -116,7 +147,7 @@ def _template(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _content(token: Json) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _tojson(value: Json, indent: int | None = None) -> str:

@@ -10,6 +10,7 @@ Does not know: who restarts it, how batches are chosen, what becomes of a step.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reef.core import rpc
-from reef.core.errors import WireError
+from reef.core.errors import ReefError, StoreError, TrainError, WireError
 from reef.core.wire import Message, Ping, Pong, Progress, Step, Stepped
 from reef.engines import Resolver
 from reef.trainers import folder as steps
@@ -87,13 +88,23 @@ class Trainer:
                     log.info("step %d of line %s was left unfinished: its caller went away", order.step, order.line)
 
     def _advance(self, order: Step, report: steps.Report) -> Stepped:
-        from reef.trainers.local.llama import Llama
-        from reef.trainers.local.step import advance
+        """One step. Whatever goes wrong inside is TrainError, so that the batch is given up in the end; a full disk is
+        StoreError, because another batch would meet it too."""
+        try:
+            from reef.trainers.local.llama import Llama
+            from reef.trainers.local.step import advance
 
-        if self._model is None:
-            report("load", 0, 1)
-            self._model = Llama.load(self._folder)
-        return advance(self._model, self._training, order, self._resolve, report=report)
+            if self._model is None:
+                report("load", 0, 1)
+                self._model = Llama.load(self._folder)
+            return advance(self._model, self._training, order, self._resolve, report=report)
+        except (ReefError, _Stopped):
+            raise
+        except Exception as error:
+            log.error("step %d of line %s failed", order.step, order.line, exc_info=error)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreError(f"a step cannot be written ({error.strerror}); free some space") from error
+            raise TrainError(f"{type(error).__name__}: {error}") from error
 
 
 def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver) -> None:
