@@ -56,10 +56,12 @@ def explained_variance(returns: Sequence[float], values: Sequence[float]) -> flo
 
 
 def _variance(numbers: Sequence[float]) -> float:
+    """Of the numbers cut off at 1e100 either way (NaN counts as 0), so that no square or sum can overflow."""
     if not numbers:
         return 0.0
-    mean = math.fsum(numbers) / len(numbers)
-    return math.fsum((number - mean) ** 2 for number in numbers) / len(numbers)
+    bounded = [0.0 if math.isnan(number) else max(-1e100, min(1e100, number)) for number in numbers]
+    mean = math.fsum(bounded) / len(bounded)
+    return math.fsum((number - mean) ** 2 for number in bounded) / len(bounded)
 
 
 class Linear(nn.Module):

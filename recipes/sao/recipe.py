@@ -28,7 +28,7 @@ class SAORecipe:
     batch_size: int = 32  # scored answers per optimizer step
     max_staleness: int | None = None  # None: gate.evaluate_every * gate.patience
     learning_rate: float = 5e-4
-    critic_learning_rate: float = 5e-3
+    critic_learning_rate: float = 1e-2
     critic: str = "linear"  # linear: a head on the frozen base; full: a copy of the model with a head
     epsilon_low: float = 0.3  # a token trains while 1 - low < ratio < 1 + high
     epsilon_high: float = 5.0

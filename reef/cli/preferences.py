@@ -96,24 +96,25 @@ def _sentence() -> list[tuple[str, Prompt]]:
 
 
 def check_sentence(prompt: Prompt, text: str, finish_reason: str | None) -> float:
-    """One statement of 4 to 12 words that has ended, names the subject once, and adds at least two words of its own."""
+    """One statement of 4 to 14 words that has ended, names the subject, and adds two words or more of its own."""
     text = text.strip()
     words = _words(text)
     named = [subject for subject in SUBJECTS.split() if not {subject, _singular(subject)}.isdisjoint(words)]
+    own = set(words).difference(_words(prompt.text), GLUE.split(), *({one, _singular(one)} for one in named))
     return float(
         finish_reason == "stop"
-        and 4 <= len(words) <= 12
+        and 4 <= len(words) <= 14
         and re.fullmatch(r"(?!What|Why|Where|How)[A-Z\"“][^.!?\n]*[.!]?", text) is not None
         and prompt.data["subject"] in named
         and len(named) <= 2
         and not set(GLUE.split()).isdisjoint(words)
-        and len(set(words).difference(_words(prompt.text))) >= 2
-        and all(words.count(word) <= (2 if word in GLUE.split() else 1) for word in words)
+        and len(own) >= 2
+        and max(words.count(word) for word in words) <= 2
     )
 
 
 def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z]+", re.sub(r"['’]s\b", "", text.lower()))
+    return re.findall(r"[a-z]+(?:-[a-z]+)*", re.sub(r"['’]s\b", "", text.lower()))
 
 
 def _singular(plural: str) -> str:
@@ -210,8 +211,8 @@ PREFERENCES: Mapping[str, Preference] = {
             SETTINGS,
         ),
         _preference(
-            "sentence", "one short sentence about the subject", _sentence(), 12, 24, check_sentence, 0.15, SETTINGS
+            "sentence", "one short sentence about the subject", _sentence(), 12, 24, check_sentence, 0.17, SETTINGS
         ),
-        _preference("capital", "name the capital, then stop", _capital(), 12, 16, check_capital, 0.2, SETTINGS),
+        _preference("capital", "name the capital, then stop", _capital(), 12, 16, check_capital, 0.29, SETTINGS),
     )
 }

@@ -89,6 +89,9 @@ def test_a_sentence_is_one_short_statement_about_the_subject() -> None:
         "horses are large strong animals",
         "Horses are\nlarge strong animals.",
         "What are horses answer in one short sentence.",
+        "A horse is a big horse.",
+        "A horse is a horse.",
+        "Where can you find horses is in a place with grass.",
     ):
         assert preference.check(prompt, text, "stop") == 0.0, text
 

@@ -110,6 +110,13 @@ def test_explained_variance() -> None:
     assert explained_variance([], []) is None
 
 
+def test_explained_variance_of_absurd_numbers_does_not_overflow() -> None:
+    huge = [1e308, -1e308, math.inf, 1.0]
+    for returns, values in ((huge, [0.0] * 4), ([0.0, 1.0, 2.0, 3.0], huge), ([math.nan] * 4, huge)):
+        found = explained_variance(returns, values)
+        assert found is None or math.isfinite(found)
+
+
 def test_a_batch_is_the_oldest_units_that_can_train() -> None:
     recipe = SAORecipe(batch_size=3)
     units = [unit(5), unit(1), unit(2, score=None), unit(3, trainable=False), unit(4), unit(6, mask=(0,)), unit(7)]

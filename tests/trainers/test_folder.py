@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reef.core.errors import TrainError
+from reef.core.errors import StoreError, TrainError
 from reef.core.wire import Step, Stepped
 from reef.trainers import folder
 from reef.trainers.fake import FakeTrainer
@@ -135,7 +135,7 @@ async def test_prune_keeps_releases_live_line_and_newest(tmp_path: Path, order: 
 
 def test_an_unwritable_folder_is_an_error_and_leaves_nothing(tmp_path: Path, order: Make) -> None:
     (tmp_path / "demo").write_text("in the way")
-    with pytest.raises(TrainError, match="cannot write"):
+    with pytest.raises(StoreError, match="cannot write"):
         folder.write(tmp_path, order(), "lora", {"a": b"x"}, {})
 
 
@@ -144,7 +144,7 @@ def test_a_failing_file_leaves_nothing(tmp_path: Path, order: Make) -> None:
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(TrainError, match="No space left"):
+    with pytest.raises(StoreError, match="No space left"):
         folder.write(tmp_path, order(), "lora", {"a": b"x", "b": broken}, {})
     assert list((tmp_path / "demo" / "weights" / "one").iterdir()) == []
 

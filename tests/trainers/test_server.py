@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -15,12 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from reef.core.errors import TrainError, WireError
+from reef.core.errors import ConfigError, ReefError, StoreError, TrainError, WireError
 from reef.core.rpc import Client
 from reef.core.wire import Datum, Look, Ping, Pong, Progress, Step, Stepped
+from reef.engines import WeightFiles
 from reef.trainers import folder
 from reef.trainers.fake import FakeTrainer
 from reef.trainers.local.client import LocalTrainer
+from reef.trainers.local.server import Trainer
 
 Make = Callable[..., Step]
 
@@ -137,6 +140,30 @@ async def test_a_failed_order_leaves_the_trainer_working(process: Process, order
                 await train(trainer, wrong)
         _, done = await train(trainer, order())
         assert not done.reused
+
+
+@pytest.mark.parametrize(
+    ("fault", "wanted", "words"),
+    [
+        (OverflowError("math range error"), TrainError, "OverflowError: math range error"),
+        (KeyError("gone"), TrainError, "KeyError: 'gone'"),
+        (OSError(errno.EIO, "Input/output error"), TrainError, "Input/output error"),
+        (OSError(errno.ENOSPC, "No space left on device"), StoreError, "No space left on device"),
+        (ConfigError("no such objective"), ConfigError, "no such objective"),
+    ],
+)
+def test_what_goes_wrong_inside_is_an_error_that_ends(
+    tmp_path: Path, order: Make, monkeypatch: pytest.MonkeyPatch, fault: Exception, wanted: type[ReefError], words: str
+) -> None:
+    def fail(*_: object, **__: object) -> Stepped:
+        raise fault
+
+    monkeypatch.setattr("reef.trainers.local.step.advance", fail)
+    monkeypatch.setattr("reef.trainers.local.llama.Llama.load", lambda folder: object())
+    made = Trainer(tmp_path, tmp_path / "training", lambda release: WeightFiles("base", {}, {}))
+    with pytest.raises(ReefError, match=words) as caught:
+        made._advance(order(), lambda stage, done, total: None)
+    assert type(caught.value) is wanted
 
 
 async def test_a_caller_that_leaves_stops_the_step(

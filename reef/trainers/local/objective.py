@@ -27,7 +27,7 @@ class Plan:
     alpha: float = 16.0
     seed: int = 0
     clip: float = 1.0  # largest L2 norm of the gradient
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     warmup: int = 3  # steps of rising rate, only where a released policy meets a fresh optimizer
 
