@@ -53,7 +53,7 @@ def screen(lesson: Lesson, console: Console) -> Iterator[Any]:
             left = "" if lesson.left is None else f"  left {clock(lesson.left)}"
             counts = f"wave {wave.number:3}/{lesson.planned}  reports {wave.reports:4}  score {wave.score:.2f}"
             rest = f"{loss}  gate {tally(lesson)}  release {_served(lesson)}  {wave.seconds:.0f} s{left}"
-            console.print(counts + rest, highlight=False)
+            console.print(counts + rest, highlight=False, soft_wrap=True)
 
     yield line
 
@@ -79,7 +79,7 @@ class News:
         self._told = len(lesson.verdicts)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def tally(lesson: Lesson) -> str:
