@@ -1,10 +1,10 @@
 """Requests per second and latency of one gateway process, with an engine that costs next to nothing.
 
-    .venv/bin/python bench/gateway.py [--seconds 3] [--repeat 3] [--save]
+    .venv/bin/python bench/gateway.py [--seconds 3] [--repeat 3] [--write]
 
 Rows: the fake engine alone (no HTTP); then through HTTP at 1 and 16 connections, answers stored durably and not
 (`x-reef-capture: false`), whole and streamed. Figures are medians over repeats with (min, max). The client shares the
-machine with the gateway, so compare rows and runs of one machine only. `--save` writes bench/gateway.json.
+machine with the gateway, so compare rows and runs of one machine only. `--write` writes bench/gateway.json.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One gateway process over a fake engine.")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help="write bench/gateway.json")
+    parser.add_argument("--write", action="store_true", help="write bench/gateway.json")
     options = parser.parse_args()
     rows = bench(options.seconds, options.repeat)
     print(f"{'engine alone':26} {rows['engine alone']['per_second'][0]:8.0f}/s")
-    if options.save:
+    if options.write:
         result = {
             "what": "median, min, max",
             "seconds": options.seconds,
