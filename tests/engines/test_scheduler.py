@@ -141,6 +141,25 @@ def test_a_long_prompt_does_not_hold_up_answers(tiny: Path) -> None:
         assert rig.rows[-1] <= 129
 
 
+def test_prompts_of_an_evaluation_do_not_hold_up_live_answers(tiny: Path) -> None:
+    rig = Rig(tiny)
+    lower = [rig.job([9 + i] * 100, 1, priority=1) for i in range(8)]
+    rig.submit(*lower)
+    rig.step()
+    assert rig.rows[-1] <= 200  # nobody is waiting yet, and still the step is short
+    live = rig.job([5] * 5, 40)
+    rig.submit(live)
+    rig.step()
+    assert len(rig.tokens(live)) == 1
+    for _ in range(6):
+        before = len(rig.tokens(live))
+        rig.step()
+        assert len(rig.tokens(live)) == before + 1
+        assert rig.rows[-1] <= 101 + len(lower)
+    rig.finish()
+    assert all(rig.reason(job) for job in lower)
+
+
 def test_choices_of_one_prompt_share_it(rig: Rig) -> None:
     prompt = list(range(10, 110))
     first = rig.job(prompt, 6, 1)

@@ -252,10 +252,16 @@ class Scheduler:
         chunks = [job for job in self._running if job.left > 1 or job.rating]
         # A few answers can wait a little longer for many prompts; many answers are not held up for a few prompts.
         budget = min(IDLE, BUSY * max(1, len(chunks) // len(decode))) if decode else IDLE
+        # What is not live gets short steps: a live request that comes now must not find a long one under way.
+        lower = BUSY // 2 if any(job.priority == 0 for job in self._running) else BUSY
         for job in sorted(chunks, key=lambda job: (job.priority, job.order)):
             count = min(job.left, CHUNK - job.done % CHUNK)
             if count > budget:
                 break
+            if job.priority > 0:
+                if lower <= 0:
+                    break
+                lower -= count  # below zero for one chunk, so that the longest one has its turn as well
             budget -= count
             plan.append((job, count))
         sets: dict[int, list[tuple[Job, int]]] = {}
