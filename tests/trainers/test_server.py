@@ -205,6 +205,8 @@ async def test_killed_anywhere_in_a_step(process: Process, order: Make) -> None:
                     if isinstance(item, Progress) and item.stage == stage:
                         process.stop(signal.SIGKILL)
         process.start()
+        while not await trainer.ready():  # a message may still go to the socket of the one that was killed
+            await asyncio.sleep(0.02)
         _, done = await train(trainer, order())
     state = folder.read(Path(done.folder))
     assert state is not None
