@@ -19,6 +19,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from reef.core.disk import sync
 from reef.core.errors import ChainError
 from reef.core.failpoint import failpoint
 
@@ -179,17 +180,11 @@ class Git:
 def settle(path: Path) -> None:
     """fsync a file or folder. A path that is gone (a ref that was packed) is settled."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        sync(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise ChainError(f"cannot make {path} durable: {error}") from error
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise ChainError(f"cannot make {path} durable: {error}") from error
-    finally:
-        os.close(descriptor)
 
 
 def _environment(path: Path) -> dict[str, str]:

@@ -13,7 +13,6 @@ Does not know: torch, tensors, objectives, releases. The files' bytes are the tr
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reef.core.disk import sha256, sync
 from reef.core.errors import StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.wire import Step, Stepped
@@ -109,7 +109,7 @@ def verify(folder: Path, state: State, names: Collection[str] | None = None) -> 
         file = folder / name
         if not file.is_file():
             raise TrainError(f"{file} is missing; remove {folder} to train that step again")
-        if file.stat().st_size != size or digest_of(file) != digest:
+        if file.stat().st_size != size or sha256(file) != digest:
             raise TrainError(f"{file} does not match its digest; remove {folder} to train that step again")
 
 
@@ -165,8 +165,8 @@ def write(
                 file.write_bytes(content)
             else:
                 content(file)
-            _sync(file)
-            written[name] = (digest_of(file), file.stat().st_size)
+            sync(file)
+            written[name] = (sha256(file), file.stat().st_size)
         state = State(
             scenario=order.scenario,
             part=order.part,
@@ -183,8 +183,8 @@ def write(
             files=written,
         )
         (draft / STATE).write_text(json.dumps(asdict(state), indent=1, sort_keys=True, allow_nan=False))
-        _sync(draft / STATE)
-        _sync(draft)
+        sync(draft / STATE)
+        sync(draft)
         failpoint("trainers.after_write")
         os.rename(draft, target)
     except OSError as error:
@@ -196,7 +196,7 @@ def write(
         shutil.rmtree(draft, ignore_errors=True)
         raise
     failpoint("trainers.after_rename")
-    _sync(target.parent)
+    sync(target.parent)
     return Stepped(step=order.step, folder=str(target), metrics=dict(metrics), reused=False)
 
 
@@ -242,11 +242,6 @@ def find(training: Path, scenario: str, part: str, step: int, name: str, digest:
     return None
 
 
-def digest_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _newest(training: Path, scenario: str, part: str, lines: list[str]) -> tuple[str, int] | None:
     """The step written last, on any line: never forgotten, it may be the acknowledgement nobody has read yet."""
     found = [
@@ -266,14 +261,6 @@ def _make(folder: Path, root: Path) -> None:
     try:
         for entry in reversed(missing):
             entry.mkdir(exist_ok=True)
-            _sync(entry.parent)
+            sync(entry.parent)
     except OSError as error:
         raise StoreError(f"cannot write below {root}: {error.strerror or error}") from None
-
-
-def _sync(entry: Path) -> None:
-    handle = os.open(entry, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

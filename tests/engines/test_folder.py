@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from reef.core.disk import sha256
 from reef.core.errors import InputError
 from reef.core.failpoint import arm
 from reef.engines.local import folder as room
 from reef.engines.local.convert import convert
-from reef.engines.local.folder import prepare, sha256
+from reef.engines.local.folder import prepare
 from tests.engines.kit import SPECIAL, TEMPLATE, byte_letters, make_tiny
 
 EMPTY = b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}'

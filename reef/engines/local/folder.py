@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reef.core.disk import sha256, sync
 from reef.core.errors import InputError
 from reef.core.failpoint import failpoint
 from reef.engines.local.convert import FORMAT, convert
@@ -129,13 +130,13 @@ def _make(folder: Path, name: str, source: Path, digest: str) -> ModelFolder:
         _speaks(temp, check(temp))
         _write_note(temp, {"name": name, "source": source.name, "source_sha256": digest, "format": FORMAT})
         for path in temp.iterdir():
-            _sync(path)
-        _sync(temp)
+            sync(path)
+        sync(temp)
         failpoint("model.converted")
         if folder.exists():
             shutil.rmtree(folder)
         temp.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         shutil.rmtree(temp, ignore_errors=True)
         raise InputError(f"cannot write {folder} ({error.strerror}); free 300 MB or set XDG_CACHE_HOME") from None
@@ -145,20 +146,7 @@ def _make(folder: Path, name: str, source: Path, digest: str) -> ModelFolder:
     return found
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- digests ----------------------------------------------------------------------------------------------------------
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: Path) -> list[int]:

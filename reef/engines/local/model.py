@@ -282,8 +282,8 @@ class Model:
 _PADDING = 1024  # padded keys that cost about as much as one more attention call
 
 
-def _rotary(layout: Layout, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Tables [context, dim] of cosines and of sines whose first half is negated (see `_attend`)."""
+def frequencies(layout: Layout) -> Tensor:
+    """Radians a position [dim / 2] by which pairs of a head's dimensions turn (RoPE, with the layout's scaling)."""
     rope, dim = layout.rope, layout.head_dim
     frequency = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope.kind == "linear":
@@ -294,6 +294,11 @@ def _rotary(layout: Layout, context: int, dtype: torch.dtype) -> tuple[Tensor, T
         smooth = (rope.original_context / wave - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         smooth = smooth.clamp(0, 1)
         frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)
+    return frequency
+
+
+def _rotary(layout: Layout, context: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables [context, dim] of cosines and of sines whose first half is negated (see `_attend`)."""
+    angle = torch.outer(torch.arange(context, dtype=torch.float32), frequencies(layout))
     cos, sin = angle.cos(), angle.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from reef.core.errors import InputError, TrainError
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, read_layout, weight_files
+from reef.engines.local.model import frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +199,7 @@ class Llama:
         return F.rms_norm(x, (self.layout.hidden,), self.weights[name].float(), self.layout.epsilon)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        rope, width = self.layout.rope, self.layout.head_dim
-        frequency = rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
-        if rope.kind == "linear":
-            frequency = frequency / rope.factor
-        elif rope.kind == "llama3":  # long waves slowed, short ones kept, blended between (arXiv 2407.21783)
-            turns = rope.original_context * frequency / (2 * math.pi)
-            kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-            frequency = (1 - kept) * frequency / rope.factor + kept * frequency
-        angles = positions[:, None].float() * frequency
+        angles = positions[:, None].float() * frequencies(self.layout)
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         return angles.cos(), angles.sin()
 

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from reef.core.disk import sha256
 from reef.core.errors import MissingError, TrainError
 from reef.core.load import load
 from reef.core.wire import Step, Stepped
@@ -151,7 +152,7 @@ def _kept(training: Path, order: Step, source: WeightFiles) -> Path | None:
     name = "adapter_model.safetensors" if source.kind == "lora" else "model.safetensors"
     if source.kind == "base" or name not in source.files:
         return None
-    digest = folder.digest_of(source.files[name])
+    digest = sha256(source.files[name])
     found = folder.find(training, order.scenario, order.part, order.base_step, name, digest)
     if found is not None and (state := folder.read(found)) is not None:
         folder.verify(found, state)
