@@ -96,6 +96,10 @@ class Api:
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._send("POST", path, json=body)
 
+    def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        """POST a body that is JSON already."""
+        return self._send("POST", path, content=body, headers=dict(headers))
+
     def _send(self, method: str, path: str, **more: Any) -> Any:
         import httpx
 

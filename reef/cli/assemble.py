@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from reef.cli import process
-from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy, running
+from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy, provider
 from reef.cli.process import Boot
-from reef.config import ScenarioSettings, Settings
-from reef.config import check as rules
-from reef.config.file import Place, Where
+from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
+from reef.config import Settings
 from reef.config.settings import EngineSettings
 from reef.core.errors import ConfigError, MissingError, ReefError
 from reef.core.load import load
@@ -54,10 +53,6 @@ log = logging.getLogger(__name__)
 
 def _settings(boot: Boot) -> Settings:
     return Settings.model_validate(boot.settings)
-
-
-def _nowhere(where: Where) -> Place:
-    return Place("the request")
 
 
 def open_chain(state: Path) -> GitChain:
@@ -110,21 +105,14 @@ def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
             assert boot.model is not None
             made[name] = kind(boot.run / "engine.sock", model=boot.model["name"])
         elif chosen.kind == "upstream":
-            made[name] = kind(chosen.url, key=os.environ.get(chosen.key_env or ""), model=chosen.model)
+            made[name] = kind(**provider(chosen))
         else:
             made[name] = kind(**chosen.options)
     return made
 
 
-def _scenario(settings: Settings, name: str, created: Mapping[str, Any]) -> ScenarioSettings:
-    """A scenario as it runs: from the file, or as it was created. ConfigError when that no longer fits the file."""
-    found = rules.scenario(settings, name, created, dict(created), _nowhere)
-    running(settings, found)
-    return found
-
-
 def _bound(settings: Settings, name: str, created: Mapping[str, Any]) -> Bound:
-    return bind(settings, _scenario(settings, name, created), _nowhere)
+    return bind(settings, scenario_of(settings, name, created), nowhere)
 
 
 def _create(
@@ -140,7 +128,7 @@ def _create(
     left = board.scenarios().get(name)
     created = dict(created or left or {})
     if name not in settings.scenarios:
-        harmless(settings, _scenario(settings, name, created))
+        harmless(settings, scenario_of(settings, name, created))
     bound = _bound(settings, name, created)
     if not board.create_scenario(name, created) and left not in (None, created) and chain.head(name) is None:
         board.change_scenario(name, created)
@@ -192,7 +180,7 @@ def _fits(boot: Boot, settings: Settings, chain: GitChain, name: str, created: M
     """Refuse to serve a chain that was trained on another base model."""
     head = chain.head(name)
     try:
-        engine = _scenario(settings, name, created).engine
+        engine = scenario_of(settings, name, created).engine
     except ConfigError as error:
         log.warning("the scenario %s cannot be used with this configuration: %s", name, error.message)
         return
@@ -220,8 +208,11 @@ def gateway(boot: Boot) -> None:
 async def _serve(boot: Boot) -> None:
     from reef.gateway.auth import Token, Tokens
     from reef.gateway.context import Context, Limits
+    from reef.gateway.meter import Meter
+    from reef.gateway.metrics import Metrics
     from reef.gateway.serve import serve
     from reef.records.sqlite import SqliteStore
+    from reef.records.tokens import TokenTable
     from reef.scenario.serving import Watch
 
     settings = _settings(boot)
@@ -236,7 +227,7 @@ async def _serve(boot: Boot) -> None:
             stack.push_async_callback(made.close)
         learner = Client(boot.run / "learner.sock")
         stack.push_async_callback(learner.close)
-        scenarios = _Scenarios(settings, board)
+        scenarios = Scenarios(settings, board, engines, answering(boot, settings))
 
         async def engine_ready() -> bool:
             return await engines[scenarios.engine(reef.default_scenario)].ready()
@@ -254,62 +245,35 @@ async def _serve(boot: Boot) -> None:
                 written = time.monotonic()
             return True
 
+        tokens, table = Tokens([(reef.token, Token("operator"))], free=reef.auth == "none"), TokenTable(watched)
+        watch = Watch(watched)
+        watch.on_change(lambda: tokens.refresh(table.list()))
+        meter, metrics = Meter(boot.run / "meter"), Metrics(boot.run / "metrics")
+        stack.callback(meter.close)
+        stack.callback(metrics.close)
         context = Context(
             store=store,
             board=board,
-            watch=Watch(watched),
+            watch=watch,
             chain=chain,
             engines=engines,
-            engine_of=lambda name: (scenarios.engine(name), engines[scenarios.engine(name)]),
-            tokens=Tokens([(reef.token, Token("operator"))], free=reef.auth == "none"),
+            route=scenarios.route,
+            lenient=scenarios.lenient,
+            tokens=tokens,
             ensure_scenario=lambda name, created: _create(boot, settings, chain, board, name, created),
             learner=learner,
             engine_ready=engine_ready,
             store_ready=store_ready,
             recipe_of=scenarios.recipe,
-            models=_models(boot, settings),
+            models=models(boot, settings),
             default_scenario=reef.default_scenario,
             create_scenarios=reef.create_scenarios,
             fixed=frozenset(settings.scenarios),
             limits=Limits(**settings.limits.model_dump()),
+            meter=meter,
+            metrics=metrics,
         )
         await serve(context, socket.socket(fileno=process.fd("HTTP")))
-
-
-class _Scenarios:
-    """What a gateway needs of each scenario's settings, worked out once."""
-
-    def __init__(self, settings: Settings, board: Board) -> None:
-        self._settings = settings
-        self._board = board
-        self._known: dict[str, tuple[str, str]] = {}  # name -> (engine, recipes as people write them)
-
-    def engine(self, name: str) -> str:
-        return self._find(name)[0]
-
-    def recipe(self, name: str) -> str | None:
-        """None when the scenario's settings no longer fit the configuration: the status of the others is not lost."""
-        try:
-            return self._find(name)[1]
-        except ConfigError:
-            return None
-
-    def _find(self, name: str) -> tuple[str, str]:
-        if (found := self._known.get(name)) is None:
-            scenario = _scenario(self._settings, name, self._board.scenarios().get(name, {}))
-            found = scenario.engine, " + ".join(use.recipe for use in scenario.recipes)
-            self._known[name] = found
-        return found
-
-
-def _models(boot: Boot, settings: Settings) -> tuple[str, ...]:
-    """What GET /v1/models lists: the local model, what upstreams are asked for, and the aliases."""
-    names = []
-    for name in engine_names(settings):
-        chosen = settings.engine(name)
-        local = boot.model["name"] if boot.model is not None and chosen.kind == "local" else None
-        names.append(local or chosen.model or name)
-    return tuple(dict.fromkeys((*names, *settings.models)))
 
 
 def learner(boot: Boot) -> None:
@@ -370,7 +334,23 @@ async def _learn(boot: Boot) -> None:
             return known[name][1]
 
         tools = Tools(store, chain, board, ledger, trainer, state / "training")
+        keeping = asyncio.create_task(_keep(settings, chain), name="keep")
+        stack.callback(keeping.cancel)
         await Learner(tools, binding).run(socket.socket(fileno=process.fd("LEARNER")))
+
+
+async def _keep(settings: Settings, chain: GitChain) -> None:
+    """Remove records that are past their time, now and then; what any release cites stays."""
+    from reef.records import keep
+    from reef.scenario.learnt import cited
+
+    path, kept = settings.reef.state_dir / "records.db", settings.records
+    await keep.tend(
+        path,
+        keep_days=kept.keep_days,
+        keep_bytes=kept.keep_bytes,
+        cited=lambda: cited(chain, keep.scenarios(path)),
+    )
 
 
 def _trainer(boot: Boot, settings: Settings) -> Trainer:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from reef.cli import options
 from reef.config import Loaded, ScenarioSettings, Settings, Use
 from reef.config import check as rules
-from reef.config.file import Where
+from reef.config.file import Where, dotted
 from reef.config.settings import EngineSettings
 from reef.core.errors import ConfigError
 from reef.core.load import load
@@ -26,6 +26,10 @@ from reef.core.nouns import PartName
 if TYPE_CHECKING:
     from reef.evaluation import Evaluator
     from reef.recipe import Recipe
+
+
+_PROVIDER = {"url", "api", "model", "speaks", "retries", "retry_seconds", "connect", "idle", "connections"}
+_PROVIDER |= {"proxy", "trust_env"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,14 @@ def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -
             raise ConfigError(
                 f"{lookup(where)}: the key of engine {name} is read from {engine.key_env}, which is not set; export it"
             )
+        if engine.kind == "upstream":
+            from reef.engines.upstream import UpstreamEngine
+
+            try:
+                UpstreamEngine(**provider(engine))
+            except ConfigError as error:
+                at: Where = ("engines", name, str(error.param))
+                raise ConfigError(f"{lookup(at)}: engine {name}: {error.message}", param=dotted(at)) from None
         if engine.kind == "local":
             from reef.engines.local.server import Options
 
@@ -158,9 +170,15 @@ def _recipe(use: Use, floor: int, lookup: rules.Lookup) -> Recipe:
     return cast("Recipe", rules.recipe(made_of, use, floor, lookup))
 
 
+def provider(chosen: EngineSettings) -> dict[str, Any]:
+    """The arguments of an upstream engine; its key comes from the environment."""
+    return chosen.model_dump(include=_PROVIDER) | {"key": os.environ.get(chosen.key_env or "")}
+
+
 def engine_names(settings: Settings) -> list[str]:
-    """The engines in use: every one under `engines`, and what the scenarios name."""
+    """The engines in use: every one under `engines`, and what the scenarios and aliases name."""
     named = [settings.reef.engine, *(s.engine for s in settings.scenarios.values() if s.engine), *settings.engines]
+    named += [target.partition("/")[0] for target in settings.models.values()]
     return list(dict.fromkeys(named))
 
 

@@ -25,6 +25,10 @@ COMMANDS = (
     "reef.cli.feedback",
     "reef.cli.show",
     "reef.cli.rollback",
+    "reef.cli.export",
+    "reef.cli.forget",
+    "reef.cli.backup",
+    "reef.cli.token",
     "reef.cli.settings",
     "reef.cli.doctor",
 )

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -104,6 +105,8 @@ def _prepare(boot: Boot, lock: int) -> Boot:
 def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, secret: list[str]) -> Supervisor:
     """The roles of this configuration. Remote and fake engines and trainers have no process."""
     run_id = secrets.token_hex(4)
+    for name in ("meter", "metrics"):  # what the gateways of an earlier server counted together
+        shutil.rmtree(boot.run / name, ignore_errors=True)
     document = _document(boot)
     common = {**process.environment(), "REEF_RUN": run_id}
     calm = {**common, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}

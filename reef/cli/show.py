@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reef.cli import options
+from reef.cli import filters, options
 from reef.cli.api import connect, find
 from reef.core.errors import MissingError, WireError
 
@@ -38,6 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             )
             parser.add_argument("--reports", action="store_true", help="the reports instead, newest first")
             parser.add_argument("id", nargs="?", metavar="RECEIPT", help="one record whole, with the reports on it")
+            filters.add(parser)
         parser.set_defaults(run=run)
 
 
@@ -127,9 +128,11 @@ def records(args: argparse.Namespace) -> int:
         if args.id:
             whole = api.get(f"{path}/{args.id}")
             return dump(whole if args.json else _counted(whole))
+        given = filters.given(args)
         if args.reports:
-            return _reports(api.get(f"/reef/scenarios/{api.found.scenario}/reports", limit=args.limit), args.json)
-        found = api.get(path, limit=args.limit)
+            path = f"/reef/scenarios/{api.found.scenario}/reports"
+            return _reports(api.get(path, limit=args.limit, **given), args.json)
+        found = api.get(path, limit=args.limit, **given)
     shown = [item for item in found["records"] if item["untrainable"] or not args.why_not_trained]
     if args.json:
         return dump({**found, "records": shown})

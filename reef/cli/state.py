@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import time
@@ -145,9 +146,7 @@ def run_folder(folder: Path) -> Path:
     if wanted.is_symlink() or wanted.is_file():
         wanted.unlink()
     elif wanted.is_dir():
-        for left in wanted.iterdir():
-            left.unlink()
-        wanted.rmdir()
+        shutil.rmtree(wanted)
     wanted.symlink_to(short)
     return short
 

@@ -25,6 +25,7 @@ from reef.core.ids import is_scenario
 Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
 """Text; a number in the file is taken as it was spelled."""
 
+Dialect = Literal["chat", "responses", "messages", "count_tokens", "embeddings"]
 Size = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -87,15 +88,25 @@ class EngineSettings(Section):
 
     kind: Text = "upstream"
     url: Text | None = None  # upstream: the address up to and with /v1
-    api: Literal["openai"] = "openai"
+    api: Literal["openai", "anthropic"] = "openai"  # upstream: whose kind of server it is
     key_env: Text | None = None  # the environment variable that holds the key; the key itself is never in the file
     model: Text | None = None  # upstream: rewrite every request's model to this name
+    speaks: tuple[Dialect, ...] = ()  # upstream: its dialects, when they are others than its api's usual ones
+    retries: Annotated[int, Field(ge=0, le=10)] = 2  # upstream: further tries of a request that failed at once
+    retry_seconds: Annotated[float, Field(ge=0)] = 10.0  # upstream: in which they all begin; a longer retry-after: none
+    connect: Seconds = 10.0  # upstream: seconds to reach it
+    idle: Seconds = 300.0  # upstream: seconds without a byte from it
+    connections: Annotated[int, Field(ge=0)] = 0  # upstream: at once, from each gateway; 0: no limit
+    proxy: Text | None = None  # upstream: an HTTP proxy, http://host:port
+    trust_env: bool = False  # upstream: take the proxy from HTTP_PROXY, HTTPS_PROXY and NO_PROXY
     options: dict[str, Any] = Field(default_factory=dict)  # local: see reef/engines/local; else the class's arguments
 
     @pydantic.model_validator(mode="after")
     def _address(self) -> Self:
         if self.kind == "upstream" and not (self.url or "").startswith(("http://", "https://")):
             raise ValueError("an upstream engine needs url: http://… or https://…, up to and with /v1")
+        if self.proxy is not None and not self.proxy.startswith("http://"):
+            raise ValueError("proxy is an HTTP proxy's address, http://host:port")
         return self
 
 
@@ -127,13 +138,21 @@ class TrainingSettings(Section):
 
 class RecordSettings(Section):
     url: Literal["sqlite"] = "sqlite"
+    keep_days: Annotated[float, Field(gt=0)] | None = None  # older records are removed; what a release cites stays
+    on_trouble: Literal["refuse", "serve"] | None = None  # the store cannot write: 503, or an answer that is recorded
+    # later; by default scenarios that learn refuse and others serve
+    keep_bytes: Size | None = None  # the oldest are removed while the store uses more
 
 
 class LimitSettings(Section):
     body_bytes: Size = 64 * 1024 * 1024
+    held_bytes: Size = 1024 * 1024 * 1024  # of all request bodies in one gateway's memory
+    stream_bytes: Size = 256 * 1024 * 1024  # of one streamed answer
     report_bytes: Size = 1024 * 1024
     header_bytes: Size = 64 * 1024
     concurrent: Size = 1024  # requests in work at once, for each gateway
+    store_seconds: Seconds = 10.0  # how long an answer waits for its record to be stored
+    quiet_seconds: Seconds = 15.0  # after which a stream without news gets a comment that keeps it alive
     drain_seconds: Seconds = 20.0  # how long a stop waits for requests in work
 
 
@@ -184,8 +203,12 @@ class Settings(Section):
                 near = _near(wanted, (*self.engines, "local"))
                 raise ValueError(f"{name}.engine is {wanted!r}, which is neither local nor under engines{near}")
         for alias, target in self.models.items():
-            if target.partition("/")[0] not in (*self.engines, "local", "fake"):
-                raise ValueError(f"models.{alias} is {target!r}; write engine/model, with an engine under engines:")
+            engine, _, model = target.partition("/")
+            if engine not in (*self.engines, "local", "fake") or not model:
+                near = _near(engine, (*self.engines, "local"))
+                raise ValueError(
+                    f"models.{alias} is {target!r}; write engine/model, with an engine under engines:{near}"
+                )
         return self
 
     def engine(self, name: str) -> EngineSettings:

@@ -22,6 +22,12 @@ from reef.core.errors import ConfigError
 DEFAULT_FILE = "reef.yaml"
 PROVIDERS: dict[str, dict[str, Any]] = {
     "openai": {"kind": "upstream", "url": "https://api.openai.com/v1", "key_env": "OPENAI_API_KEY"},
+    "anthropic": {
+        "kind": "upstream",
+        "url": "https://api.anthropic.com/v1",
+        "api": "anthropic",
+        "key_env": "ANTHROPIC_API_KEY",
+    },
     "openrouter": {"kind": "upstream", "url": "https://openrouter.ai/api/v1", "key_env": "OPENROUTER_API_KEY"},
     "ollama": {"kind": "upstream", "url": "http://127.0.0.1:11434/v1"},
 }

@@ -6,7 +6,8 @@
     │   └── ContextError      the prompt is longer than the model's context
     ├── AuthError             no token, or an unknown one
     ├── RightError            the token lacks the right
-    ├── MissingError          no such scenario, record, release, model or route
+    ├── MissingError          no such scenario, record, release or route
+    │   └── ModelError        no engine has a model of that name; the message lists the names there are
     ├── ConflictError         same id with other content, or somebody else moved first
     │   └── StaleHead         compare-and-swap lost; `head` is the chain's present head
     ├── LimitError            too large, or too many
@@ -58,6 +59,10 @@ class RightError(ReefError):
 
 class MissingError(ReefError):
     code = "not_found"
+
+
+class ModelError(MissingError):
+    code = "model_not_found"
 
 
 class ConflictError(ReefError):

@@ -66,7 +66,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Unix seconds of arrival; then seconds from arrival. None: not measured."""
+    """Unix seconds of arrival; then seconds from arrival. None: not measured.
+
+    queued: the engine was asked. first: its first byte came. last: its answer was whole (or broke off).
+    """
 
     received_at: float
     queued: float | None = None
@@ -76,7 +79,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One inference exchange. `request` is the client's body, byte for byte; `rendered` what the engine got instead."""
+    """One inference exchange. `request` is the client's body, byte for byte; `rendered` what the engine got instead.
+
+    `choices` are in chat terms in every dialect. `reply` is the answer as a JSON object of its own dialect, where that
+    tells more than the choices do (responses, messages). `answer_id` is the id inside a provider's answer.
+    """
 
     id: str
     scenario: str
@@ -87,6 +94,7 @@ class Record:
     request: bytes
     timing: Timing
     rendered: bytes | None = None
+    reply: bytes | None = None
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
     prompt_ids: tuple[int, ...] | None = None
@@ -97,6 +105,7 @@ class Record:
     tags: Mapping[str, str] = field(default_factory=dict)
     client: str | None = None
     upstream_id: str | None = None
+    answer_id: str | None = None
     error: str | None = None
     untrainable: str | None = None  # why no choice of this record can train on policy; None: it can
     owner: str | None = None  # the process incarnation that opened it

@@ -1,6 +1,7 @@
 """Every message that travels between Reef's own processes, and how it is put into bytes (msgpack).
 
-    gateway, learner -> engine    Generate -> Begun, Delta*, Finished* ; Load -> Loaded ; Rate -> Rated ; Ping -> Pong
+    gateway, learner -> engine    Generate -> Begun, Delta*, Finished* ; Count -> Counted ; Load -> Loaded ;
+                                  Rate -> Rated ; Ping -> Pong
     learner -> trainer            Step -> Progress*, Stepped ; Ping -> Pong
     gateway, cli -> learner       Wake -> Done ; Look -> Looked
 
@@ -59,6 +60,18 @@ class Delta(Message, frozen=True):
 class Finished(Message, frozen=True):
     choice: int
     finish_reason: str  # stop | length
+
+
+class Count(Message, frozen=True):
+    """How many tokens the prompt of a chat request has. Every release has the same tokenizer and template."""
+
+    body: bytes
+
+
+class Counted(Message, frozen=True):
+    """May be more than the context. A prompt of many megabytes is measured by its beginning."""
+
+    tokens: int
 
 
 class Load(Message, frozen=True):
@@ -178,6 +191,8 @@ Every = (
     | Begun
     | Delta
     | Finished
+    | Count
+    | Counted
     | Load
     | Loaded
     | Rate

@@ -25,15 +25,22 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One inference request. `body` is the JSON to send (rendered); `headers` the client's, without secrets."""
+    """One inference request. `body` is the JSON to send (rendered); `headers` the client's, without secrets.
+
+    `dialect` is one that the engine has in its `dialects` (`engines.dialect` translates the others):
+    chat, responses, messages, count_tokens, embeddings; `count` is a chat body whose prompt is only counted.
+    `query` is the request's query string (`beta=true`); `model` a name to put in the place of the one asked for.
+    """
 
     receipt: str
     release_id: str
-    dialect: str  # chat
+    dialect: str
     body: bytes
     stream: bool
     headers: Mapping[str, str] = field(default_factory=dict)
     priority: int = 0  # 0 live; 1 evaluation; 2 probe
+    query: str = ""
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Last: what the engine knows of its answer beyond the bytes. All None for an engine that gives no tokens."""
+    """Last: what the engine knows of its answer beyond the bytes. Token fields are None where it gives no tokens.
+
+    `reply`, `id`: see `nouns.Record.reply` and `answer_id`. `error`: the answer ended with its dialect's error event
+    (which is the terminal piece): it did not come to its end.
+    """
 
     choices: tuple[Choice, ...] | None = None
     prompt_ids: tuple[int, ...] | None = None
@@ -66,6 +77,9 @@ class Answer:
     usage: Usage | None = None
     model: str | None = None
     untrainable: str | None = None
+    reply: bytes | None = None
+    id: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +96,9 @@ Resolver = Callable[[str], WeightFiles]
 
 
 class Engine(Protocol):
+    dialects: frozenset[str]
+    """What it answers by itself; `engines.dialect` makes Responses and Messages out of chat for the others."""
+
     def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
         """Head, Pieces, Answer, in that order. Raises EngineError or ContextError before Head when nothing ran.
 

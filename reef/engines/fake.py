@@ -69,6 +69,8 @@ class FakeEngine:
     `delay` is slept before each word. `stopped` counts answers that were closed early, `asked` keeps every Ask.
     """
 
+    dialects = frozenset({"chat", "count"})
+
     def __init__(
         self,
         *,
@@ -103,6 +105,12 @@ class FakeEngine:
             yield Piece(_error(fault.status), terminal=True)
             yield Answer(untrainable="refused")
             return
+        if ask.dialect == "count":
+            count = len(_prompt(body))
+            yield Head(200, {"content-type": "application/json"})
+            yield Piece(orjson.dumps({"input_tokens": count}), terminal=True)
+            yield Answer(usage=Usage(count, 0), model=self.model, untrainable="nothing was drawn")
+            return
         work = self._plan(ask, body, fault)
         done = False
         try:
@@ -134,7 +142,7 @@ class FakeEngine:
         """Nothing is open."""
 
     def _plan(self, ask: Ask, body: dict[str, Any], fault: Fault | None) -> _Work:
-        prompt = _split("\n".join(str(message.get("content")) for message in body["messages"]))
+        prompt = _prompt(body)
         if len(prompt) > self._context:
             raise ContextError(
                 f"the prompt is {len(prompt)} tokens; the model reads {self._context}: shorten it", param="messages"
@@ -214,6 +222,10 @@ def token_id(word: str) -> int:
 
 def _split(text: str) -> list[str]:
     return _WORD.findall(text)
+
+
+def _prompt(body: dict[str, Any]) -> list[str]:
+    return _split("\n".join(str(message.get("content")) for message in body["messages"]))
 
 
 def _logprob(release_id: str, token: int) -> float:

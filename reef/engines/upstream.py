@@ -1,83 +1,158 @@
-"""An OpenAI-compatible server as an engine: bytes pass through, a copy is read beside them.
+"""A provider as an engine, OpenAI's or Anthropic's kind: bytes pass through, a copy is read beside them.
 
-Knows: how to ask such a server, which of its headers a client may see, when its stream really ended, its errors.
+Knows: how to ask one, which headers each side may see of the other, when an answer really ended, what is tried again.
 Does not know: releases (every release id is answered by the same model) or tokens, so nothing of it trains on policy.
 
-- A stream counts as ended when the `[DONE]` event came after every choice's finish reason; anything else is an error.
-- The key is sent in one header and appears nowhere else: error bodies that echo it have it struck out.
+- A stream counts as ended when its dialect's end marker came after everything was finished. An error event ends it too,
+  and passes; the `Answer` says so. Anything else is an error.
+- The key is sent in one header and appears nowhere else: errors that echo it have it struck out.
 - 4xx, 503 and 529 are relayed as they are, except 401 and 403: those are our credentials failing, not the client's.
+- Tried again, within one budget: a server that cannot be reached, 429, and what passes (500, 502, 503, 504, 529),
+  always before any byte of an answer. Never: a request whose connection broke once it was sent (it may be in work), and
+  one whose client tries again by itself (it sends `x-stainless-retry-count`), or the tries would multiply.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
-from typing import Any
-from urllib.parse import urlsplit
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from urllib.parse import quote, urlsplit
 
-import aiohttp
-import msgspec
-from aiohttp import ClientResponse
-
-from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
-from reef.core.nouns import Choice
+from reef.core.errors import ConfigError, EngineError, UpstreamError
 from reef.engines import Answer, Ask, Head, Piece
-from reef.engines.sse import DONE, Chunks, Event, Events, read_completion
+from reef.engines.decode import GZIP, ZSTD, Decoder
+from reef.engines.dialect import Reader, reader
+from reef.engines.flow import Flow, count_scores, drain, wants_scores
+from reef.engines.http import Broken, Client, Response, Unreachable
+from reef.engines.rename import rename
+from reef.engines.retry import FIRST, Budget, retry_after
 
 NO_TOKENS = "the engine gives no tokens"
-MAX_ERROR = 64 * 1024  # bytes of a provider's error that are kept
+MAX_WHOLE = 64 * 1024 * 1024  # bytes of an answer that is not streamed
+MAX_ERROR = 1024 * 1024  # bytes of a provider's error that are kept
+PATHS = {
+    "chat": "/chat/completions",
+    "responses": "/responses",
+    "embeddings": "/embeddings",
+    "messages": "/messages",
+    "count_tokens": "/messages/count_tokens",
+}
+VERSION = "2023-06-01"  # of Anthropic's API, for a client that names none
+_AGAIN = {429, 500, 502, 503, 504, 529}
 _RELAYED = {503, 529}
-_FORWARD = ("openai-", "x-stainless-", "idempotency-key", "traceparent", "tracestate", "baggage")
-_RETURN = ("content-type", "content-language", "retry-after", "x-ratelimit-", "ratelimit", "openai-", "x-should-retry")
-_Body = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PATH = "/%:@!$&'()*+,;=~"
+_QUERY = _PATH + "?"
+
+_FORWARD = (
+    *("anthropic-", "openai-", "x-stainless-", "idempotency-key", "traceparent", "tracestate", "baggage"),
+    *("session-id", "session_id", "thread-id", "x-session-affinity", "x-parent-session-id", "x-client-request-id"),
+    *("x-codex-", "x-claude-code-", "originator", "x-app"),
+)
+"""What a client's headers for the provider begin with: never Reef's own (x-reef-…, x-session-id), never secrets."""
+_RETURN = (
+    *("content-type", "content-language", "retry-after", "x-should-retry", "ratelimit", "x-ratelimit-"),
+    *("anthropic-ratelimit-", "openai-processing-ms", "openai-version", "openai-model"),
+)
+"""What a provider's headers for the client begin with: none that names our account there."""
+log = logging.getLogger(__name__)
+
+
+@functools.lru_cache(4096)
+def _goes(name: str) -> bool:
+    """Whether a client's header is for the provider. Its account there is not: the key is ours."""
+    return name.startswith(_FORWARD) and name not in ("openai-organization", "openai-project")
+
+
+@functools.lru_cache(4096)
+def _comes(name: str) -> bool:
+    """Whether a provider's header is for the client."""
+    return name.startswith(_RETURN)
 
 
 class UpstreamEngine:
     """`url` goes up to and with `/v1`; `model` replaces the model that every request names.
 
-    Seconds: `connect` to reach the server, `idle` without a byte from it. The first request opens the connection.
+    `speaks` are the provider's dialects; by default messages and count_tokens for `api` anthropic, chat and embeddings
+    for openai, and responses where the host is OpenAI's own. Seconds: `connect` to reach the server, `idle` without a
+    byte from it. `connections` is the most at once, 0 no limit. `proxy` is an HTTP proxy's URL; with `trust_env` it
+    comes from the usual variables. `pause` is the first wait between tries. The first request opens the connection.
     """
 
     def __init__(
-        self, url: str, *, key: str | None = None, model: str | None = None, connect: float = 10.0, idle: float = 300.0
+        self,
+        url: str,
+        *,
+        api: str = "openai",
+        key: str | None = None,
+        model: str | None = None,
+        speaks: Collection[str] | None = None,
+        retries: int = 2,
+        retry_seconds: float = 10.0,
+        connect: float = 10.0,
+        idle: float = 300.0,
+        connections: int = 0,
+        proxy: str | None = None,
+        trust_env: bool = False,
+        pause: float = FIRST,
     ) -> None:
         parts = urlsplit(url)
         if parts.username or parts.password:
             raise ConfigError("an upstream's url must hold no credentials; name a variable with key_env", param="url")
-        self._url = url.rstrip("/")
+        if not url.isascii() or parts.query or parts.fragment:
+            raise ConfigError("an upstream's url is plain text that ends with its path (…/v1)", param="url")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "an upstream's key has characters that no key has; look for a line break", param="key_env"
+            )
         self._host = parts.hostname or "the upstream"
+        self.dialects = frozenset(speaks or _spoken(api, self._host))
+        if proxy is None and trust_env:
+            proxy = _proxy(parts.scheme, parts.netloc)
+        if proxy is not None and not proxy.startswith("http://"):
+            raise ConfigError("an upstream's proxy is an HTTP proxy, http://host:port", param="proxy")
+        self._path = quote(parts.path.rstrip("/"), safe=_PATH)
+        self._paths = {dialect: self._path + PATHS[dialect] for dialect in self.dialects}
+        self._heads: dict[tuple[str, bool], bytes] = {}
+        self._readers: dict[str, Callable[[], Reader]] = {}
         self._key = key
         self._model = model
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=idle)
-        self._session: aiohttp.ClientSession | None = None
-        self._reached = (0.0, False)  # when it was last looked at, and what was seen
+        self._fixed = {"content-type": "application/json", "accept-encoding": "identity", "user-agent": "reef"}
+        if key:
+            self._fixed |= {"x-api-key": key} if api == "anthropic" else {"authorization": f"Bearer {key}"}
+        self._retries, self._retry_seconds, self._pause = retries, retry_seconds, pause
+        self._client = Client(url, connect=connect, idle=idle, connections=connections, proxy=proxy)
+        self._reached = (float("-inf"), False)  # when it was last looked at, and what was seen
 
     async def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
+        response: Response | None = None
         try:
-            async with self._open().post(
-                self._url + "/chat/completions",
-                data=self._rewrite(ask.body),
-                headers=self._headers(ask),
-                allow_redirects=False,
-            ) as response:
-                if response.status != 200:
-                    items = self._refusal(response)
-                elif ask.stream and response.content_type == "text/event-stream":
-                    items = self._stream(response)
-                else:
-                    items = self._whole(response)
-                async with aclosing(items):
-                    async for item in items:
-                        yield item
-        except (TimeoutError, aiohttp.ServerTimeoutError):
-            raise UpstreamError(
-                f"{self._host} did not answer in time; try again, or raise the engine's idle limit", status=504
-            ) from None
-        except aiohttp.ClientError as error:
-            kind = type(error).__name__
-            raise UpstreamError(f"{self._host} cannot be reached or broke off ({kind}); check engines.url") from None
+            response = await self._send(ask)
+            if response.status != 200:
+                for item in await self._refusal(response):
+                    yield item
+            elif ask.stream and response.content_type == "text/event-stream":
+                flow = Flow(self._host, ask, response, self._reader(ask.dialect))
+                yield self._head(response)
+                while (piece := await flow.next()) is not None:
+                    yield self._struck(piece) if flow.said.error is not None and piece.terminal else piece
+                yield self._answer(ask, flow.said, flow.scored)
+            else:
+                for item in await self._whole(ask, response):
+                    yield item
+        except (Unreachable, Broken, TimeoutError) as error:
+            if isinstance(error, TimeoutError) or (isinstance(error, Unreachable) and error.late):
+                raise UpstreamError(
+                    f"{self._host} did not answer in time; try again, or raise the engine's idle limit", status=504
+                ) from None
+            did = "cannot be reached" if isinstance(error, Unreachable) else "broke off"
+            raise UpstreamError(f"{self._host} {did} ({error.kind}); try again, or check engines.url") from None
+        finally:
+            if response is not None:
+                response.close()  # does nothing once it ended
 
     async def load(self, release_id: str) -> None:
         """Nothing to load: the weights are the provider's."""
@@ -93,56 +168,81 @@ class UpstreamEngine:
         if time.monotonic() - at < 5.0:
             return seen
         try:
-            async with self._open().get(
-                self._url + "/models", headers=self._secret(), timeout=aiohttp.ClientTimeout(total=2.0)
-            ) as response:
+            async with asyncio.timeout(2.0):
+                response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
                 seen = response.status < 500
-        except (TimeoutError, aiohttp.ClientError):
+                try:
+                    await drain(response)
+                finally:
+                    response.close()
+        except (Unreachable, Broken, TimeoutError):
             seen = False
         self._reached = (time.monotonic(), seen)
         return seen
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._client.close()
+        await asyncio.sleep(0)  # in which the connections go
 
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            # No limit of its own on connections: how much may run at once is the gateway's to say.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
-                timeout=self._timeout,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+    def _begin(self, ask: Ask) -> bytes:
+        """A request's first lines and headers: ours, then those of the client's that are for the provider."""
+        if (path := self._paths.get(ask.dialect)) is None:
+            raise EngineError(f"{self._host} does not speak {ask.dialect}; add it to the engine's speaks if it does")
+        head = None if ask.query else self._heads.get((ask.dialect, ask.stream))
+        if head is None:
+            fixed = self._fixed | {"accept": "text/event-stream" if ask.stream else "application/json"}
+            target = f"{path}?{quote(ask.query, safe=_QUERY)}" if ask.query else path
+            head = self._client.head("POST", target, fixed)
+            if not ask.query:
+                self._heads[ask.dialect, ask.stream] = head
+        theirs = [f"{name}: {value}\r\n" for name, value in ask.headers.items() if _goes(name) and value.isprintable()]
+        if ask.dialect in ("messages", "count_tokens") and "anthropic-version" not in ask.headers:
+            theirs.append(f"anthropic-version: {VERSION}\r\n")
+        return head + "".join(theirs).encode("latin-1", "replace") if theirs else head
 
-    def _secret(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._key}"} if self._key else {}
+    def _reader(self, dialect: str) -> Reader:
+        if (make := self._readers.get(dialect)) is None:
+            made = reader(dialect)
+            self._readers[dialect] = type(made)
+            return made
+        return make()
 
-    def _headers(self, ask: Ask) -> dict[str, str]:
-        headers = {name: value for name, value in ask.headers.items() if name.startswith(_FORWARD)}
-        headers["content-type"] = "application/json"
-        headers["accept"] = "text/event-stream" if ask.stream else "application/json"
-        headers["accept-encoding"] = "identity" if ask.stream else "gzip, deflate"
-        return headers | self._secret()
+    async def _send(self, ask: Ask) -> Response:
+        """The provider's answer, its head read: the first that is worth no other try."""
+        head = self._begin(ask)
+        model = ask.model or self._model
+        body = rename(ask.body, model) if model is not None else ask.body
+        once = self._retries == 0 or "x-stainless-retry-count" in ask.headers
+        budget: Budget | None = None
+        while True:
+            asked, failure, response = None, None, None
+            try:
+                response = await self._client.send(head, body)
+            except Unreachable as error:
+                if once or error.final:
+                    raise
+                failure, why = error, error.kind
+            else:
+                if once or response.status not in _AGAIN:
+                    return response
+                asked, why = retry_after(response.headers), str(response.status)
+            budget = budget or Budget(self._retries, self._retry_seconds, self._pause)
+            if (wait := budget.wait(asked)) is None:
+                log.info("%s: %s failed (%s) at try %d, the last", ask.receipt, self._host, why, budget.tries)
+                if response is None:
+                    raise failure or AssertionError
+                return response
+            log.info("%s: %s failed (%s); try %d in %.2f s", ask.receipt, self._host, why, budget.tries, wait)
+            if response is not None:
+                try:
+                    await drain(response)
+                finally:
+                    response.close()
+            await asyncio.sleep(wait)
 
-    def _rewrite(self, body: bytes) -> bytes:
-        """The body with our model's name; every other value keeps its exact bytes."""
-        if self._model is None:
-            return body
-        try:
-            fields: dict[str, Any] = dict(_Body.decode(body))
-        except msgspec.DecodeError:
-            raise InputError("the body is not a JSON object") from None
-        return msgspec.json.encode(fields | {"model": self._model})
-
-    def _clean(self, body: bytes) -> bytes:
-        return body.replace(self._key.encode(), b"***") if self._key else body
-
-    async def _refusal(self, response: ClientResponse) -> AsyncGenerator[Head | Piece | Answer]:
+    async def _refusal(self, response: Response) -> list[Head | Piece | Answer]:
         status = response.status
-        body = self._clean(await response.content.read(MAX_ERROR))
+        body = self._clean(await self._read(response, MAX_ERROR, cut=True))
         if status in (401, 403):
             error = UpstreamError(
                 f"{self._host} refused Reef's credentials ({status}); check the key that engines.key_env names",
@@ -151,77 +251,90 @@ class UpstreamEngine:
             error.code = "upstream_auth"
             raise error
         if 400 <= status < 500 or status in _RELAYED:
-            yield _head(response)
-            yield Piece(body, terminal=True)
-            yield Answer(untrainable=f"the upstream refused ({status})")
-            return
+            refused = Answer(untrainable=f"the upstream refused ({status})")
+            return [self._head(response), Piece(body, terminal=True), refused]
         raise UpstreamError(f"{self._host} answered {status}; try again", status=status, body=body)
 
-    async def _whole(self, response: ClientResponse) -> AsyncGenerator[Head | Piece | Answer]:
-        body = await response.read()
-        said = read_completion(body)
-        if not said.choices() and said.error is None:
-            raise UpstreamError(f"{self._host} answered 200 with something that is not a chat completion", body=body)
-        yield _head(response)
-        yield Piece(body, terminal=True)
-        yield _answer(said)
-
-    async def _stream(self, response: ClientResponse) -> AsyncGenerator[Head | Piece | Answer]:
-        yield _head(response)
-        events, said = Events(), Chunks()
-        ended = False
-        while not ended and (data := await response.content.readany()):
-            found = events.feed(data)
-            passed, held, ended = _split(found, said)
-            if passed:
-                yield Piece(passed)
-            if ended:
-                held += events.rest
-        if not ended and (last := events.finish()) is not None:
-            passed, held, ended = _split([last], said)
-            if passed:
-                yield Piece(passed)
+    async def _whole(self, ask: Ask, response: Response) -> list[Head | Piece | Answer]:
+        body = await self._read(response, MAX_WHOLE)
+        said = self._reader(ask.dialect)
+        said.whole(body)
+        if not (said.finished or said.error is not None or said.id or said.choices()):
+            raise UpstreamError(
+                f"{self._host} answered 200 with something that is no answer ({ask.dialect})", body=body
+            )
+        scored = count_scores(body) if wants_scores(ask) else None
+        piece = Piece(body, terminal=True)
         if said.error is not None:
-            raise UpstreamError(f"{self._host} ended its stream with an error: {said.error}")
-        if not ended:
-            raise UpstreamError(f"{self._host} ended its stream without data: {DONE}")
-        if not said.finished:
-            raise UpstreamError(f"{self._host} ended its stream without a finish_reason")
-        await _drain(response)
-        yield Piece(held, terminal=True)
-        yield _answer(said)
+            piece = self._struck(piece)
+        return [self._head(response), piece, self._answer(ask, said, scored)]
+
+    async def _read(self, response: Response, limit: int, *, cut: bool = False) -> bytes:
+        """A whole body, unpacked. Over the limit: cut there, or an error."""
+        data = await response.some()
+        if not response.read:
+            parts, size = [data], len(data)
+            while piece := await response.some():
+                parts.append(piece)
+                size += len(piece)
+                if size > limit:
+                    if cut:
+                        break
+                    raise UpstreamError(f"{self._host} answered with more than {limit} bytes")
+            data = b"".join(parts)
+        encoding = response.headers.get("content-encoding")
+        if encoding is None and not data.startswith((GZIP, ZSTD)):
+            return data[:limit] if cut else data
+        try:
+            decoder = Decoder(encoding, limit)
+            return decoder.feed(data) + decoder.finish()
+        except UpstreamError:
+            if cut:
+                return b""  # an error without its text is still an error
+            raise
+
+    def _head(self, response: Response) -> Head:
+        upstream_id: str | None = None
+        headers: dict[str, str] = {}
+        for name, value in response.headers.items():
+            if self._key and self._key in value:
+                value = value.replace(self._key, "***")
+            if _comes(name):
+                headers[name] = value
+            elif upstream_id is None and name in ("x-request-id", "request-id"):
+                upstream_id = value if value.isprintable() and len(value) <= 256 else None
+        return Head(response.status, headers, upstream_id)
+
+    def _answer(self, ask: Ask, said: Reader, scored: int | None) -> Answer:
+        untrainable, usage = NO_TOKENS, said.usage
+        if scored and usage is not None and scored != usage.completion_tokens:
+            untrainable = f"the engine gave {scored} log-probs for {usage.completion_tokens} tokens, and no token ids"
+        error, reply = said.error, said.reply
+        if error is not None and self._key:
+            error, reply = error.replace(self._key, "***"), self._clean(reply) if reply is not None else None
+        return Answer(
+            choices=said.choices(),
+            usage=usage,
+            model=said.model,
+            untrainable=untrainable,
+            reply=reply,
+            id=said.id,
+            error=error,
+        )
+
+    def _struck(self, piece: Piece) -> Piece:
+        return Piece(self._clean(piece.data), piece.terminal)
+
+    def _clean(self, body: bytes) -> bytes:
+        return body.replace(self._key.encode(), b"***") if self._key else body
 
 
-def _split(found: list[Event], said: Chunks) -> tuple[bytes, bytes, bool]:
-    """Read events. The bytes before the end marker's event, the bytes from it on, and whether it came."""
-    passed: list[bytes] = []
-    for place, event in enumerate(found):
-        if event.data == DONE and said.error is None:
-            return b"".join(passed), b"".join(item.raw for item in found[place:]), True
-        if event.data is not None:
-            said.feed(event.data)
-        passed.append(event.raw)
-    return b"".join(passed), b"", False
+def _spoken(api: str, host: str) -> Collection[str]:
+    if api == "anthropic":
+        return ("messages", "count_tokens")
+    return ("chat", "embeddings", "responses") if host == "api.openai.com" else ("chat", "embeddings")
 
 
-async def _drain(response: ClientResponse) -> None:
-    """Read on to the end of the body, which usually is there already, so that the connection can be used again."""
-    try:
-        async with asyncio.timeout(0.02):
-            while await response.content.readany():
-                pass
-    except (TimeoutError, aiohttp.ClientError):
-        pass
-
-
-def _head(response: ClientResponse) -> Head:
-    headers: Mapping[str, str] = {
-        lower: value for name, value in response.headers.items() if (lower := name.lower()).startswith(_RETURN)
-    }
-    upstream_id = response.headers.get("x-request-id") or response.headers.get("request-id")
-    return Head(response.status, headers, upstream_id)
-
-
-def _answer(said: Chunks) -> Answer:
-    choices: tuple[Choice, ...] = said.choices()
-    return Answer(choices=choices, usage=said.usage, model=said.model, untrainable=NO_TOKENS)
+def _proxy(scheme: str, place: str) -> str | None:
+    """The proxy that the environment names for a server."""
+    return None if urllib.request.proxy_bypass(place) else urllib.request.getproxies().get(scheme)

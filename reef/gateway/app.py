@@ -19,11 +19,12 @@ from reef.core.errors import InputError, MissingError, WireError
 from reef.core.ids import is_scenario
 from reef.core.nouns import Json, Serving
 from reef.core.wire import Wake
-from reef.gateway import chat, health, models, operate, report, views
+from reef.gateway import health, imports, inference, metrics, models, openapi, operate, report, responses, views
 from reef.gateway.call import Call, Gone, Receive, Scope, Send, Work
 from reef.gateway.context import Context
-from reef.gateway.errors import Refusal
+from reef.gateway.errors import Refusal, status_of
 from reef.gateway.shelf import Shelf
+from reef.gateway.spool import Spool
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +36,28 @@ class Route(NamedTuple):
 
 _HELLO = {"GET": Route(None, health.hello), "HEAD": Route(None, health.hello)}
 PLAIN: dict[str, dict[str, Route]] = {
-    "/v1/chat/completions": {"POST": Route("infer", chat.complete)},
+    "/v1/chat/completions": {"POST": Route("infer", inference.chat)},
+    "/v1/messages": {"POST": Route("infer", inference.messages)},
+    "/v1/messages/count_tokens": {"POST": Route("infer", inference.count_tokens)},
+    "/v1/responses": {"POST": Route("infer", inference.respond)},
+    "/v1/embeddings": {"POST": Route("infer", inference.embeddings)},
     "/reef/report": {"POST": Route("report", report.report)},
+    "/reef/records": {"POST": Route("report", imports.one)},
+    "/reef/records/batch": {"POST": Route("report", imports.batch)},
     "/v1/models": {"GET": Route("infer", models.models)},
     "/": _HELLO,
     "/api/hello": _HELLO,
     "/healthz": {"GET": Route(None, health.alive), "HEAD": Route(None, health.alive)},
     "/readyz": {"GET": Route(None, health.ready), "HEAD": Route(None, health.ready)},
+    "/openapi.json": {"GET": Route(None, openapi.openapi)},
+    "/metrics": {"GET": Route("read", metrics.metrics)},
     "/reef/status": {"GET": Route("read", health.status)},
     "/reef/scenarios": {"GET": Route("read", operate.scenarios), "POST": Route("operate", operate.create)},
 }
 """Routes by their exact path."""
 
 SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
+    ("/v1/responses/{id}", {"GET": Route("infer", responses.fetch)}),
     ("/v1/models/*", {"GET": Route("infer", models.model)}),
     ("/reef/scenarios/{s}", {"GET": Route("read", operate.scenario)}),
     ("/reef/scenarios/{s}/releases", {"GET": Route("read", views.releases)}),
@@ -56,6 +66,8 @@ SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/reef/scenarios/{s}/records", {"GET": Route("read", views.records)}),
     ("/reef/scenarios/{s}/records/{id}", {"GET": Route("read", views.record)}),
     ("/reef/scenarios/{s}/reports", {"GET": Route("read", views.reports)}),
+    ("/reef/scenarios/{s}/sessions", {"GET": Route("read", views.sessions)}),
+    ("/reef/scenarios/{s}/sessions/*", {"GET": Route("read", views.session)}),
 )
 """Routes with parts that vary: `{name}` is one part, `*` the rest."""
 
@@ -66,7 +78,12 @@ class App:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.shelf = Shelf(context.chain)
-        self.work = Work(context.limits.concurrent)
+        self.work = Work(context.limits.concurrent, context.limits.held_bytes)
+        self.spool = Spool(context.store)
+        self.meter = context.meter
+        self.metrics = context.metrics
+        self.metrics.gauges["reef_in_work"] = lambda: self.work.running
+        self.metrics.gauges["reef_store_queue"] = lambda: getattr(context.store, "waiting", 0)
         self._waking: dict[str, bool] = {}  # scenarios being woken, and whether to do it once more
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Lock] = {}
@@ -83,12 +100,13 @@ class App:
             call.dropped = True
         except Exception as error:
             if call.started:
-                call.drop(f"{type(error).__name__}: {error}")
+                call.drop(type(error).__name__)
                 log.error("an answer failed after it began", exc_info=error)
             else:
+                self.metrics.refused(call.route, status_of(error))
                 await call.fail(error)
         finally:
-            call.leave()
+            call.end()
 
     async def _answer(self, call: Call) -> None:
         path = call.path
@@ -96,19 +114,24 @@ class App:
             _, _, name, rest = [*path.split("/", 3), ""][:4]
             path, call.scenario = "/" + rest, name
             if not path.startswith("/v1/"):
-                raise MissingError(f"no route {call.path[:200]}; /s/SCENARIO/ goes before /v1/… only")
-        methods = PLAIN.get(path) or _shaped(call, path)
-        if methods is None:
-            raise MissingError(f"no route {call.path[:200]}; see docs/api.md")
+                raise MissingError("no such route: /s/SCENARIO/ goes before /v1/… only")
+        methods = PLAIN.get(path)
+        if methods is not None:
+            call.route = path
+        elif (methods := _shaped(call, path)) is None:
+            raise MissingError("no such route; /openapi.json lists them")
         route = methods.get(call.method)
         if route is None:
             allowed = ", ".join(sorted(methods))
             raise Refusal(
-                405, "method_not_allowed", f"{call.path} takes {allowed}, not {call.method}", headers={"allow": allowed}
+                405,
+                "method_not_allowed",
+                f"this route takes {allowed}, not {call.method[:20]}",
+                headers={"allow": allowed},
             )
         if route.right is not None:
             call.enter()
-            call.token = self.context.tokens.find(call.headers)
+            call.token = self.context.tokens.find(call.headers, route=call.route, client=call.scope.get("client"))
             call.token.require(route.right)
             self._place(call)
         await route.answer(self, call)
@@ -190,10 +213,12 @@ class App:
         except Exception as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
+        self._tasks.add(asyncio.create_task(self.metrics.follow(), name="reef-metrics"))
         await send({"type": "lifespan.startup.complete"})
         await receive()
         for task in list(self._tasks):
             task.cancel()
+        await self.spool.close()
         await self.context.watch.close()
         await send({"type": "lifespan.shutdown.complete"})
 
@@ -203,12 +228,20 @@ def _shaped(call: Call, path: str) -> dict[str, Route] | None:
     for shape, methods in SHAPED:
         wanted = shape.split("/")
         if wanted[-1] == "*":
-            if len(parts) >= len(wanted) and parts[: len(wanted) - 1] == wanted[:-1] and parts[-1]:
-                call.params = {"*": "/".join(parts[len(wanted) - 1 :])}
+            if len(parts) >= len(wanted) and _fits(wanted[:-1], parts) and any(parts[len(wanted) - 1 :]):
+                call.params = _named(wanted[:-1], parts) | {"*": "/".join(parts[len(wanted) - 1 :])}
                 return methods
-        elif len(parts) == len(wanted) and all(
-            want == part or (want.startswith("{") and part) for want, part in zip(wanted, parts, strict=True)
-        ):
-            call.params = {want[1:-1]: part for want, part in zip(wanted, parts, strict=True) if want.startswith("{")}
+        elif len(parts) == len(wanted) and _fits(wanted, parts):
+            call.params = _named(wanted, parts)
             return methods
     return None
+
+
+def _fits(wanted: list[str], parts: list[str]) -> bool:
+    """Whether a path begins with this shape."""
+    pairs = zip(wanted, parts, strict=False)
+    return all(want == part or (want.startswith("{") and part) for want, part in pairs)
+
+
+def _named(wanted: list[str], parts: list[str]) -> dict[str, str]:
+    return {want[1:-1]: part for want, part in zip(wanted, parts, strict=False) if want.startswith("{")}

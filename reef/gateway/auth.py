@@ -1,29 +1,47 @@
 """Tokens and rights: who may do what, in which scenarios.
 
-Knows: tokens as digests, the five rights, the two headers a token may come in.
+Knows: tokens as digests, the five rights, the two headers a token may come in, expiry and revocation.
 Does not know: where tokens are kept or made. A token's text is never held, compared as text, logged or sent back.
+
+A refused request leaves a line in the log with its route and the client's address, at most ten in a second, so that a
+flood of wrong tokens does not become a flood of lines.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import hashlib
 import hmac
+import logging
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from reef.core.errors import AuthError, RightError
+from reef.records.tokens import RIGHTS, Grant, Quota, digest
 
-RIGHTS = frozenset({"infer", "report", "read", "operate", "admin"})
-"""infer: ask. report: feedback. read: see records and releases. operate: create, roll back, pin. admin: the rest."""
+__all__ = ["RIGHTS", "Quota", "Token", "Tokens"]
+
+log = logging.getLogger(__name__)
+_sha256, _same = hashlib.sha256, hmac.compare_digest
+_FREE = Quota()
+_LINES = 10  # about refusals in one second
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What one token allows. `scenarios` None: every scenario."""
+    """What one token allows. `scenarios` None: every scenario; else names and patterns (`team-*`).
+
+    `release_id`: an episode's token, whose requests are answered by this release, whatever is served, and are an
+    evaluation.
+    """
 
     name: str
     rights: frozenset[str] = RIGHTS
     scenarios: frozenset[str] | None = None
+    quota: Quota = _FREE
+    release_id: str | None = None
 
     def require(self, right: str) -> None:
         if right not in self.rights:
@@ -36,40 +54,104 @@ class Token:
             raise RightError(f"this token is not for the scenario {scenario!r}; use one that is")
 
     def sees(self, scenario: str) -> bool:
-        return self.scenarios is None or scenario in self.scenarios
+        return self.scenarios is None or scenario in self.scenarios or _matches(self.scenarios, scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: bytes
+    token: Token
+    expires_at: float | None = None
+    revoked: bool = False
+
+    def refusal(self) -> str | None:
+        """Why it is not let in."""
+        if self.revoked:
+            return "this token was revoked"
+        if self.expires_at is not None and self.expires_at <= time.time():
+            return "this token has expired"
+        return None
 
 
 class Tokens:
-    """The tokens a server accepts. `free` (auth: none, loopback only) accepts requests without one."""
+    """The tokens a server accepts: fixed ones, and those of the table, which `refresh` replaces.
+
+    `free` (auth: none, loopback only) accepts requests without one.
+    """
 
     def __init__(self, tokens: Iterable[tuple[str, Token]] = (), *, free: bool = False) -> None:
-        self._known = [(_digest(secret), token) for secret, token in tokens]
+        self._fixed = tuple(_Known(digest(secret), token) for secret, token in tokens)
+        self._known = self._fixed
+        self._seen: dict[bytes, _Known] = {}  # by digest; holds no secret, and nothing that was not found
         self._free = Token("anybody") if free else None
+        self._second, self._lines = 0, 0
 
-    def find(self, headers: Mapping[str, str]) -> Token:
-        """The token of a request. Every known digest is compared, in constant time each."""
+    def refresh(self, grants: Iterable[Grant]) -> None:
+        """The table's rows as they are now. Takes effect with the next request."""
+        self._known = (*self._fixed, *(_known(grant) for grant in grants))
+        self._seen = {}
+
+    def find(self, headers: Mapping[str, str], *, route: str = "", client: object = None) -> Token:
+        """The token of a request; AuthError. `route` (a pattern, not the path) and `client` are for the log alone.
+
+        A digest that was found before is found by its own hash; any other is compared with every known one, in constant
+        time each, to the end. Neither tells anything about a token: who does not have it cannot choose its digest.
+        """
         if self._free is not None:
             return self._free
-        given = []
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            given.append(secret.strip())
-        if key := headers.get("x-api-key"):
-            given.append(key.strip())
-        found: Token | None = None
-        for secret in given:
-            digest = _digest(secret)
-            for known, token in self._known:
-                if hmac.compare_digest(known, digest):
-                    found = found or token
-        if found is None:
-            what = "wrong token" if given else "no token"
-            raise AuthError(
-                f"{what}: send Authorization: Bearer TOKEN (or x-api-key) with the token that reef serve printed; "
-                "it is kept in the file `token` of the state folder"
-            )
+        found = None
+        why = "no token"
+        given = headers.get("authorization", "")
+        if given[:7].lower() == "bearer ":
+            why = "wrong token"
+            found = self._look(given[7:].strip())
+            if found is not None and found.expires_at is None and not found.revoked:
+                return found.token
+        if (key := headers.get("x-api-key")) and (found is None or found.refusal() is not None):
+            why = "wrong token"
+            found = self._look(key.strip()) or found
+        if found is not None:
+            if (refused := found.refusal()) is None:
+                return found.token
+            why = refused
+        self._tell(why, route, client)
+        if found is not None:
+            raise AuthError(f"{why}; use another, or make one: reef token create NAME")
+        raise AuthError(
+            f"{why}: send Authorization: Bearer TOKEN (or x-api-key) with the token that reef serve printed, which is "
+            "kept in the file `token` of the state folder, or with one that `reef token create` made"
+        )
+
+    def _look(self, secret: str) -> _Known | None:
+        made = _sha256(secret.encode("utf-8", "surrogateescape")).digest()
+        found = self._seen.get(made)
+        if found is not None:
+            return found if _same(found.digest, made) else None
+        for known in self._known:
+            if _same(known.digest, made):
+                found = found or known
+        if found is not None:
+            self._seen[made] = found
         return found
 
+    def _tell(self, why: str, route: str, client: object) -> None:
+        second = int(time.monotonic())
+        if second != self._second:
+            if self._lines > _LINES:
+                log.warning("refused %d more requests without a right token", self._lines - _LINES)
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines <= _LINES:
+            address = client[0] if isinstance(client, tuple | list) and client else "unknown"
+            log.warning("refused %s from %s: %s", route or "a request", address, why, extra={"route": route or None})
 
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
+
+def _known(grant: Grant) -> _Known:
+    scenarios = None if grant.scenarios is None else frozenset(grant.scenarios)
+    token = Token(grant.name, grant.rights, scenarios, grant.quota, grant.release_id)
+    return _Known(grant.digest, token, grant.expires_at, grant.revoked_at is not None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _matches(patterns: frozenset[str], scenario: str) -> bool:
+    return any(fnmatch.fnmatchcase(scenario, pattern) for pattern in patterns)

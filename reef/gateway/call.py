@@ -32,10 +32,12 @@ class Gone(Exception):
 
 @dataclass(slots=True)
 class Work:
-    """How many requests are in work, and how many may be at once."""
+    """How many requests are in work and how many bytes their bodies have, and how many may be at once."""
 
     most: int
+    most_bytes: int = 1 << 40
     running: int = 0
+    bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -50,10 +52,21 @@ class Call:
     token: Token = _NOBODY
     scenario: str | None = None
     params: Mapping[str, str] = field(default_factory=dict)
+    route: str = "unknown"  # the route's pattern, for logs and metrics: a path may hold anything
     started: bool = False
     dropped: bool = False
     work: Work | None = None
     counted: bool = False
+    held: int = 0  # bytes of this request's body in memory
+
+    def hold(self, size: int) -> None:
+        """Count bytes of this request's body. Refused (503) when the bodies of all requests are too much together."""
+        if self.work is not None:
+            if self.work.bytes + size > self.work.most_bytes and self.work.bytes > self.held:
+                text = "too many large requests at once; try again"
+                raise Refusal(503, "too_many_bytes", text, headers={"retry-after": "1"})
+            self.work.bytes += size
+            self.held += size
 
     def enter(self) -> None:
         """Count this request as in work. Refused (429) when as many as may be are."""
@@ -67,10 +80,17 @@ class Call:
         self.counted = True
 
     def leave(self) -> None:
-        """Count it no longer: it is over, or waits for its client."""
+        """Count it no longer: it waits for its client, or is over."""
         if self.work is not None and self.counted:
             self.work.running -= 1
             self.counted = False
+
+    def end(self) -> None:
+        """It is over."""
+        self.leave()
+        if self.work is not None:
+            self.work.bytes -= self.held
+            self.held = 0
 
     @property
     def method(self) -> str:
@@ -81,9 +101,12 @@ class Call:
         """Whose error form this route answers with."""
         return "anthropic" if "/v1/messages" in self.path else "openai"
 
+    def queries(self) -> dict[str, str]:
+        """Every parameter of the query string."""
+        return dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))
+
     def query(self, name: str) -> str | None:
-        pairs = parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
-        return dict(pairs).get(name)
+        return self.queries().get(name)
 
     def number(self, name: str, default: int | None, most: int) -> int | None:
         """A whole, positive number from the query, at most `most`."""
@@ -101,6 +124,12 @@ class Call:
 
     async def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         """The whole answer at once, with its length."""
+        line = self.scope.get("extensions", {}).get("reef.line")
+        if line is not None and line.reply is not None:
+            pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+            self.started = True
+            if line.reply(status, pairs, body):
+                return
         await self.start(status, {**headers, "content-length": str(len(body))})
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -113,12 +142,12 @@ class Call:
         """Answer with an error. `headers` (a receipt's) come on top of the error's own."""
         status = status_of(error)
         if not isinstance(error, ReefError):
-            log.error("%s %s failed inside", self.method, self.path, exc_info=error)
+            log.error("%s failed inside", self.route, exc_info=error, extra={"receipt": receipt, "route": self.route})
         elif message_of(error) != error.message:
-            log.error("%s %s: %s", self.method, self.path[:200], error.message)
+            log.error("%s: %s", self.route, error.message, extra={"receipt": receipt, "route": self.route})
         await self.json(status, body_of(error, self.dialect, receipt), headers_of(error, status) | dict(headers or {}))
 
     def drop(self, why: str) -> None:
         """Leave the answer unfinished: the server closes the socket, so that the client cannot take it for whole."""
         self.dropped = True
-        log.warning("dropped %s: %s", self.path[:200], why)
+        log.warning("dropped %s: %s", self.route, why, extra={"route": self.route})

@@ -12,6 +12,8 @@ from reef.core.nouns import Json, Serving
 from reef.core.rpc import Client
 from reef.engines import Engine
 from reef.gateway.auth import Tokens
+from reef.gateway.meter import Meter
+from reef.gateway.metrics import Metrics
 from reef.records import RecordStore
 from reef.records.board import Board
 from reef.releases import ReleaseChain
@@ -20,13 +22,21 @@ from reef.scenario.serving import Watch
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes, requests in work at once, and seconds a stop waits for them."""
+    """Bytes (`held_bytes`: of all request bodies in memory), requests in work at once, and seconds.
+
+    `store_seconds`: an answer waits no longer for its record. `quiet_seconds`: a stream gets a comment that keeps it
+    alive. `drain_seconds`: a stop waits for requests in work.
+    """
 
     body_bytes: int = 64 * 1024 * 1024
+    held_bytes: int = 1024 * 1024 * 1024
+    stream_bytes: int = 256 * 1024 * 1024
     report_bytes: int = 1024 * 1024
     header_bytes: int = 64 * 1024
     headers: int = 256
     concurrent: int = 1024
+    store_seconds: float = 10.0
+    quiet_seconds: float = 15.0
     drain_seconds: float = 20.0
 
 
@@ -35,11 +45,22 @@ async def _always() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Who answers: an engine, its name, and the model to ask it for (None: as the request says)."""
+
+    name: str
+    engine: Engine
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """`ensure_scenario` blocks and is called in a thread. Whoever opened the store, engines and chain closes them.
 
-    `engine_of` names the engine a scenario is bound to. `recipe_of` is a scenario's recipe as people write it, for the
-    status. `fixed` scenarios are defined in the configuration file and cannot be changed over HTTP.
+    `route` finds the engine for a scenario and the model a request names; MissingError when there is none. `lenient`
+    tells whether a scenario is answered also when its record cannot be stored now. `recipe_of` is a scenario's recipe
+    as people write it, for the status. `fixed` scenarios are defined in the configuration file and cannot be changed
+    over HTTP.
     """
 
     store: RecordStore
@@ -47,15 +68,18 @@ class Context:
     watch: Watch
     chain: ReleaseChain
     engines: Mapping[str, Engine]
-    engine_of: Callable[[str], tuple[str, Engine]]
+    route: Callable[[str, str | None], Target]
     tokens: Tokens
     ensure_scenario: Callable[[str, Mapping[str, Json]], Serving]
     learner: Client | None = None
     engine_ready: Callable[[], Awaitable[bool]] = _always
     store_ready: Callable[[], Awaitable[bool]] = _always
+    lenient: Callable[[str], bool] = lambda name: False
     recipe_of: Callable[[str], str | None] = lambda name: None
     models: tuple[str, ...] = ()  # ids that GET /v1/models lists; empty: the engines' names
     default_scenario: str = "default"
     create_scenarios: bool = True
     fixed: frozenset[str] = frozenset()
     limits: Limits = field(default_factory=Limits)
+    meter: Meter = field(default_factory=Meter)
+    metrics: Metrics = field(default_factory=Metrics)

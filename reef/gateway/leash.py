@@ -1,49 +1,90 @@
 """Ends a request's work when its client goes away.
 
-Knows: ASGI's disconnect message, and how to cancel exactly the work inside a `with` block.
+Knows: the connection's `Line` (our protocol's) or ASGI's disconnect message (any other server's), and how to cancel
+exactly the work inside a `with` block.
 Does not know: what the work is.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from reef.gateway.call import Gone, Receive
+from reef.gateway.call import Call, Gone
+
+Reply = Callable[[int, list[tuple[bytes, bytes]], bytes], bool]
+KEY = "reef.line"
+"""Where the extensions of a request's ASGI scope have its `Line`."""
+
+
+class Line:
+    """Whether a request's connection is gone; `cut` is called when it goes. Costs nothing while nothing happens.
+
+    `whole`: the request's body is here, so that taking it waits for nothing. `reply`: sends a whole answer (status,
+    header pairs, body) in one write; False when it must go the usual way.
+    """
+
+    __slots__ = ("cut", "gone", "reply", "whole")
+
+    def __init__(self, reply: Reply | None = None) -> None:
+        self.gone = self.whole = False
+        self.cut: Callable[[], None] | None = None
+        self.reply = reply
+
+    def lose(self) -> None:
+        self.gone = True
+        if self.cut is not None:
+            self.cut()
 
 
 class Leash:
-    """`with Leash(receive):` raises Gone out of the block once the client disconnects, at the await it is in.
+    """`with Leash(call):` raises Gone out of the block once the client disconnects, at the await it is in.
 
     The request's body must have been read. Outside the block a disconnect changes nothing: what is being stored then
     is stored. A cancellation that comes from elsewhere passes as it is.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    __slots__ = ("_armed", "_call", "_gone", "_line", "_task", "_watch")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
         self._gone = False
         self._armed = False
+        self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
+        self._line: Line | None = self._call.scope.get("extensions", {}).get(KEY)
+        if self._line is None:
+            self._watch = asyncio.create_task(self._wait())
+        elif self._line.gone:
+            raise Gone
+        else:
+            self._line.cut = self._cut
         self._armed = True
-        self._watch = asyncio.create_task(self._wait())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._armed = False
-        self._watch.cancel()
+        if self._line is not None:
+            self._line.cut = None
+        if self._watch is not None:
+            self._watch.cancel()
         if self._gone and self._task.uncancel() == 0 and error is not None:
             raise Gone from None
 
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if self._armed:
+    def _cut(self) -> None:
+        if self._armed and not self._gone:
             self._gone = True
             self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._call.receive())["type"] != "http.disconnect":
+            pass
+        self._cut()

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from reef.gateway.leash import KEY, Line
 
 HEADER_BYTES = 64 * 1024
 HEADERS = 256
@@ -49,6 +51,8 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwind()
         super().connection_lost(exc)
+        if self.cycle is not None and not self.cycle.response_complete:
+            cast(Line, (self.cycle.scope["extensions"] or {})[KEY]).lose()
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -72,6 +76,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["extensions"] = {KEY: Line(self._reply)}  # type: ignore[dict-item]
         self._reading, self._head, self._discarded = True, 0, 0
 
     def on_headers_complete(self) -> None:
@@ -96,11 +101,42 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._ended = True
         if not self._refused:
+            cast(dict[str, Any], self.scope)["extensions"][KEY].whole = True
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:
             self._write(400, "invalid_http", "this is not valid HTTP/1.1; check the request line and headers")
+
+    def _reply(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """A whole answer in one write. Names and values are ours or were checked (`exchange`), so nobody looks again.
+
+        What is unusual goes the usual way, by the cycle's own `send`.
+        """
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.response_started
+            or cycle.disconnected
+            or not cycle.keep_alive
+            or self.flow.write_paused
+            or self.pipeline
+            or cycle.scope["method"] == "HEAD"
+        ):
+            return False
+        parts = [STATUS_LINE[status]]
+        for name, value in cycle.default_headers:
+            parts += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            if name == b"connection":
+                return False
+            parts += (name, b": ", value, b"\r\n")
+        parts += (b"content-length: %d\r\n\r\n" % len(body), body)
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(b"".join(parts))
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
 
     def _wind(self, seconds: float, ring: Callable[[], None]) -> None:
         self._unwind()

@@ -6,11 +6,12 @@ Does not know: what the feedback is worth. A stored report is answered before an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reef.core.errors import InputError, MissingError
@@ -20,11 +21,13 @@ from reef.core.nouns import Json, Record, Report
 from reef.gateway.auth import Token
 from reef.gateway.body import check_type, parse, read
 from reef.gateway.call import Call
+from reef.records import Query, RecordStore
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
 
 MAX_REFERENCES = 1000
+RECEIPT = 32  # characters
 LARGEST = 1e6
 """Of any number in a report, either sign. Squares and sums of such numbers stay finite in every recipe."""
 _REPORT_ID = re.compile(r"rep_[A-Za-z0-9_-]{1,64}")
@@ -48,6 +51,11 @@ _QUOTE = "quote the x-reef-agent-record-id header of an answer"
 async def report(app: App, call: Call) -> None:
     """Store one report and answer with its id."""
     body = await _read(app, call)
+    named = names(body)
+    if any(len(name) != RECEIPT for name in named):
+        seen = [name for name in app.context.watch.all() if call.token.sees(name)]
+        places = [call.scenario] if call.scenario is not None else seen
+        body = rename(body, await resolve(app.context.store, named, places))
     draft = check(body)
     records = await find(app, call.token, draft.references)
     scenario = _scenario(call, records)
@@ -145,6 +153,72 @@ async def find(app: App, token: Token, references: tuple[str, ...]) -> list[Reco
         if not token.sees(record.scenario):
             raise _unknown(record.id)
     return records
+
+
+def names(body: Mapping[str, Json]) -> list[str]:
+    """Every text that a report's body quotes an answer by; it is not checked yet."""
+    found = body.get("references") or []
+    quoted = [name for name in found if isinstance(name, str)][:MAX_REFERENCES] if isinstance(found, list) else []
+    scores = body.get("per_receipt")
+    return [*quoted, *(list(scores)[:MAX_REFERENCES] if isinstance(scores, dict) else ())]
+
+
+def rename(body: Mapping[str, Json], receipts: Mapping[str, str]) -> dict[str, Json]:
+    """The body with receipts in the place of other ids."""
+    made = dict(body)
+    if isinstance(found := body.get("references"), list):
+        made["references"] = [receipts.get(name, name) if isinstance(name, str) else name for name in found]
+    if isinstance(scores := body.get("per_receipt"), dict):
+        made["per_receipt"] = {receipts.get(name, name): value for name, value in scores.items()}
+    return made
+
+
+async def resolve(store: RecordStore, quoted: Sequence[str], scenarios: Sequence[str]) -> dict[str, str]:
+    """Receipts of what is quoted otherwise: by the id inside a provider's answer, or an import's own id.
+
+    A provider's id may look like one made of a receipt; it is one only when there is such a record. Of several records
+    with an id it is the newest. What is not found is left out.
+    """
+    others = [name for name in dict.fromkeys(quoted) if parse_receipt(name) != name and not name.startswith("rep_")]
+    wrapped = {name: receipt for name in others if (receipt := parse_receipt(name)) is not None}
+    there = await stored(store, list(wrapped.values()))
+    found = {name: receipt for name, receipt in wrapped.items() if receipt in there}
+    places = list(scenarios)
+    for name in others:
+        if name in found:
+            continue
+        imported = await stored(store, [derived(place, name) for place in places])
+        best = max(imported.values(), key=lambda entry: entry.id, default=None)
+        newest = -1
+        for place in places:
+            for seq, record in await store.find(Query(place, answer_id=name, limit=1)):
+                if seq > newest:
+                    newest, best = seq, record
+        if best is not None:
+            found[name], places = best.id, [best.scenario]  # all references of a report are of one scenario
+        elif len(places) > 1:
+            break  # the report is refused anyway: spare the look-ups of the others
+    return found
+
+
+def derived(scenario: str, name: str) -> str:
+    """The receipt of a record that was imported with an id that is none."""
+    whole = f"{scenario}\0{name}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(whole, digest_size=16, person=b"reef imported").hexdigest()
+
+
+async def stored(store: RecordStore, ids: Sequence[str]) -> dict[str, Record | Report]:
+    """Those of these entries that are in the store."""
+    known = getattr(store, "known", None)  # a store need not be able to tell
+    if known is not None:
+        ids = await known(ids)
+    try:
+        return {entry.id: entry for entry in await store.get(ids)} if ids else {}
+    except MissingError:
+        if len(ids) == 1:
+            return {}
+        half = len(ids) // 2
+        return await stored(store, ids[:half]) | await stored(store, ids[half:])
 
 
 def _scenario(call: Call, records: list[Record]) -> str:

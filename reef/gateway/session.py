@@ -21,6 +21,9 @@ _HEADERS = (
     "x-claude-code-session-id",
 )
 _BRANCH = {"x-claude-code-agent-id": "agent-id", "x-parent-session-id": "parent-session-id", "thread-id": "thread-id"}
+_TURN = "x-codex-turn-metadata"  # JSON
+_TURN_TAGS = {"turn_id": "turn-id", "root_turn_id": "root-turn-id", "agent_name": "agent-name"}
+_TURN_TAGS |= {"request_kind": "request-kind"}
 _TAG = "x-reef-tag-"
 _IN_USER_ID = re.compile(r"session_([A-Za-z0-9-]{8,})$")
 MOST = 512  # characters of a session's name that are kept
@@ -44,7 +47,22 @@ def tags_of(headers: Mapping[str, str]) -> dict[str, str]:
     for header, name in _BRANCH.items():
         if header in headers:
             tags.setdefault(name, headers[header])
+    if (turn := headers.get(_TURN)) is not None:
+        for name, value in _strings(turn).items():
+            if name in _TURN_TAGS:
+                tags.setdefault(_TURN_TAGS[name], value[:MOST])
     return tags
+
+
+def _strings(text: str) -> dict[str, str]:
+    """The text fields of a JSON object; none when it is no object."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return {name: item for name, item in value.items() if isinstance(item, str) and item}
 
 
 def _in_user_id(value: Any) -> str | None:
@@ -52,11 +70,6 @@ def _in_user_id(value: Any) -> str | None:
     if not isinstance(value, str):
         return None
     if value.startswith("{"):
-        try:
-            inner = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            return None
-        session = inner.get("session_id") if isinstance(inner, dict) else None
-        return session if isinstance(session, str) and session else None
+        return _strings(value).get("session_id")
     found = _IN_USER_ID.search(value)
     return found.group(1) if found else None

@@ -7,8 +7,11 @@ Does not know: anything that is not in the chain or the store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import asdict
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_args
 
 import orjson
@@ -24,12 +27,14 @@ if TYPE_CHECKING:
 
 PAGE = 50
 MOST = 500
+_PAGE = ("after", "limit")
 _FILTERS: Mapping[str, tuple[str, ...] | None] = {
     "session": None,
     "release_id": None,
     "status": get_args(Status),
     "purpose": get_args(Purpose),
 }
+_RANGES = ("since", "until", "min_score", "max_score")
 
 
 async def releases(app: App, call: Call) -> None:
@@ -53,19 +58,12 @@ async def release(app: App, call: Call) -> None:
 
 
 async def records(app: App, call: Call) -> None:
-    """`{records, next}`, newest first. Filters: session, release_id, status, purpose."""
+    """`{records, next}`, newest first. See `filters` for what narrows them."""
     name = _scenario(app, call)
-    limit = call.number("limit", PAGE, MOST) or PAGE
-    after = call.number("after", None, 2**62)
-    filters: dict[str, str] = {}
-    for key, allowed in _FILTERS.items():
-        if (value := call.query(key)) is not None:
-            if allowed is not None and value not in allowed:
-                raise InputError(f"{key} must be one of {', '.join(allowed)}", param=key)
-            filters[key] = value
-    found = await app.context.store.find(Query(name, before=after, limit=limit + 1, **filters))
-    shown = [record_view(item) | {"seq": seq} for seq, item in found[:limit] if isinstance(item, Record)]
-    await call.json(200, {"records": shown, "next": found[limit - 1][0] if len(found) > limit else None})
+    query = filters(call.queries(), name)
+    found = await app.context.store.find(replace(query, limit=query.limit + 1))
+    shown = [record_view(item) | {"seq": seq} for seq, item in found[: query.limit] if isinstance(item, Record)]
+    await call.json(200, {"records": shown, "next": _next(found, query.limit)})
 
 
 async def record(app: App, call: Call) -> None:
@@ -89,13 +87,124 @@ async def record(app: App, call: Call) -> None:
 
 
 async def reports(app: App, call: Call) -> None:
-    """`{reports, next}`, newest first, paged like records."""
+    """`{reports, next}`, newest first, paged like records; filters: since, until, min_score, max_score."""
     name = _scenario(app, call)
-    limit = call.number("limit", PAGE, MOST) or PAGE
-    after = call.number("after", None, 2**62)
-    found = await app.context.store.find(Query(name, kind="report", before=after, limit=limit + 1))
-    shown = [report_view(item) | {"seq": seq} for seq, item in found[:limit] if isinstance(item, Report)]
-    await call.json(200, {"reports": shown, "next": found[limit - 1][0] if len(found) > limit else None})
+    query = filters(call.queries(), name, kind="report")
+    found = await app.context.store.find(replace(query, limit=query.limit + 1))
+    shown = [report_view(item) | {"seq": seq} for seq, item in found[: query.limit] if isinstance(item, Report)]
+    await call.json(200, {"reports": shown, "next": _next(found, query.limit)})
+
+
+async def sessions(app: App, call: Call) -> None:
+    """`{sessions, next}`: those that clients named, the one with the newest record first."""
+    name = _scenario(app, call)
+    given = _given(call.queries(), _PAGE)
+    limit, after = _number(given, "limit", PAGE, MOST), _number(given, "after", 0, 2**62)
+    found = await _able(app, "sessions")(name, after or None, limit + 1)
+    shown = [asdict(item) for item in found[:limit]]
+    await call.json(200, {"sessions": shown, "next": found[limit - 1].last_seq if len(found) > limit else None})
+
+
+async def session(app: App, call: Call) -> None:
+    """`{session, records, next}`: one session's records, the oldest first."""
+    name = _scenario(app, call)
+    given = _given(call.queries(), _PAGE)
+    limit, after = _number(given, "limit", PAGE, MOST), _number(given, "after", 0, 2**62)
+    wanted = call.params["*"]
+    found = await _able(app, "session")(name, wanted, after, limit + 1)
+    if not found and not after:
+        raise MissingError(f"scenario {name!r} has no session {wanted[:80]!r}", param="session")
+    shown = [record_view(item) | {"seq": seq} for seq, item in found[:limit]]
+    await call.json(200, {"session": wanted, "records": shown, "next": _next(found, limit)})
+
+
+def filters(given: Mapping[str, str], scenario: str, *, kind: str = "record") -> Query:
+    """Query parameters as a query; InputError names one that is unknown or wrong.
+
+    after, limit; since, until (unix seconds or ISO 8601; without an offset it is UTC), min_score, max_score (of the
+    reports on a record, or of a report); and for records session, release_id, status, purpose, tag (`name:value`).
+    """
+    names = (*_PAGE, *_RANGES) if kind == "report" else (*_PAGE, *_FILTERS, "tag", *_RANGES)
+    given = _given(given, names)
+    texts: dict[str, str] = {}
+    for key, allowed in _FILTERS.items():
+        if (value := given.get(key)) is not None:
+            if allowed is not None and value not in allowed:
+                raise InputError(f"{key} must be one of {', '.join(allowed)}", param=key)
+            texts[key] = value
+    tag: tuple[str, str] | None = None
+    if (value := given.get("tag")) is not None:
+        name, separator, value = value.partition(":")
+        if not separator or not name:
+            raise InputError("tag must be name:value", param="tag")
+        tag = name, value
+    return Query(
+        scenario,
+        kind=kind,
+        before=_number(given, "after", 0, 2**62) or None,
+        limit=_number(given, "limit", PAGE, MOST),
+        since=moment(given.get("since"), "since"),
+        until=moment(given.get("until"), "until"),
+        tag=tag,
+        low=_score(given.get("min_score"), "min_score"),
+        high=_score(given.get("max_score"), "max_score"),
+        **texts,
+    )
+
+
+def moment(text: str | None, name: str) -> float | None:
+    """Unix seconds from a number or an ISO 8601 date or time; one without an offset is UTC."""
+    if text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    try:
+        # A "+" of the offset that was not escaped has become a space on its way here.
+        found = datetime.fromisoformat(text.strip().replace(" ", "+") if "T" in text else text.strip())
+        return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"{name} must be unix seconds or a time like 2025-01-31T12:00:00Z, not {text[:40]!r}", param=name
+        ) from None
+
+
+def _score(text: str | None, name: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"{name} must be a number, not {text[:40]!r}", param=name)
+    return value
+
+
+def _number(given: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """A whole, positive number, at most `most`."""
+    if (text := given.get(name)) is None:
+        return default
+    if not text.isascii() or not text.isdigit() or not int(text[:18]) > 0:
+        raise InputError(f"{name} must be a whole number of 1 or more", param=name)
+    return min(int(text[:18]), most)
+
+
+def _given(given: Mapping[str, str], known: Sequence[str]) -> Mapping[str, str]:
+    if unknown := sorted(set(given) - set(known)):
+        raise InputError(f"no parameter {unknown[0][:40]!r} here; there are: {', '.join(known)}", param=unknown[0])
+    return given
+
+
+def _able(app: App, name: str) -> Any:
+    """A reading method that a store need not have."""
+    if (found := getattr(app.context.store, name, None)) is None:
+        raise MissingError("this record store cannot list sessions; use records?session=NAME")
+    return found
+
+
+def _next(found: Sequence[tuple[int, Record | Report]], limit: int) -> int | None:
+    return found[limit - 1][0] if len(found) > limit else None
 
 
 def release_view(item: Release, *, current: bool) -> dict[str, Any]:
@@ -145,6 +254,7 @@ def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:
         "tags": dict(item.tags),
         "client": item.client,
         "upstream_id": item.upstream_id,
+        "answer_id": item.answer_id,
         "error": item.error,
         "untrainable": item.untrainable,
     }
@@ -155,6 +265,7 @@ def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:
         "choices": [asdict(choice) for choice in item.choices],
         "request": _json(item.request),
         "rendered": None if item.rendered is None else _json(item.rendered),
+        "reply": None if item.reply is None else _json(item.reply),
         "prompt_ids": item.prompt_ids,
         "sampling": asdict(item.sampling) if item.sampling else None,
     }

@@ -116,24 +116,33 @@ def render_rules(entries: Sequence[Entry]) -> str | None:
     return "\n".join(lines)
 
 
-def apply_rules(body: dict[str, Any], rules: str | None) -> dict[str, Any]:
-    """A chat request with the rules at the front of its leading system message, or in a new one.
+def apply_rules(body: dict[str, Any], rules: str | None, dialect: str = "chat") -> dict[str, Any]:
+    """A request with the rules in front of what else instructs the model: `instructions` of Responses, `system` of
+    Messages, the leading system message of Chat, or a new one.
 
     A leading `developer` message counts as one. Text content gets the rules and a blank line before it; list content
     gets a text part as its first. A body without a list of messages is returned as it is: refusing it is not our part.
     """
+    if rules and dialect in _INSTRUCTIONS:
+        name = _INSTRUCTIONS[dialect]
+        return body | {name: _before(rules, body.get(name))}
     messages = body.get("messages")
-    if not rules or not isinstance(messages, list):
+    if not rules or not isinstance(messages, list) or dialect not in ("chat", "count"):
         return body
     first = messages[0] if messages else None
     if not isinstance(first, dict) or first.get("role") not in ("system", "developer"):
         return body | {"messages": [{"role": "system", "content": rules}, *messages]}
-    content = first.get("content")
+    return body | {"messages": [first | {"content": _before(rules, first.get("content"))}, *messages[1:]]}
+
+
+_INSTRUCTIONS = {"responses": "instructions", "messages": "system", "count_tokens": "system"}
+
+
+def _before(rules: str, content: Json) -> Json:
+    """Text with the rules and a blank line before it; parts with a text part of the rules as their first."""
     if isinstance(content, list):
-        merged: Json = [{"type": "text", "text": rules}, *content]
-    else:
-        merged = f"{rules}\n\n{content}" if isinstance(content, str) and content else rules
-    return body | {"messages": [first | {"content": merged}, *messages[1:]]}
+        return [{"type": "text", "text": rules}, *content]
+    return f"{rules}\n\n{content}" if isinstance(content, str) and content else rules
 
 
 def _plain(entry: Entry) -> Json:

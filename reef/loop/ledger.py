@@ -138,6 +138,7 @@ class Ledger:
             self._base = sqlite3.connect(path, isolation_level=None, timeout=30.0)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
+            self._base.execute("PRAGMA secure_delete=ON")  # a settled order's tokens are gone from the file
             self._migrate()
         except sqlite3.Error as error:
             raise StoreError(f"{path} cannot be opened ({error}); check permissions and free space") from None

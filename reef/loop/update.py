@@ -134,7 +134,20 @@ class _Update:
             units = fresh
         self._save()
         batch = await asyncio.to_thread(self.binding.recipes[work.part].batch, units) if units else None
-        return batch if batch is not None and batch.units else None
+        if batch is None or not batch.units:
+            return None
+        if gone := await self._forgotten(batch):
+            pool.take(gone)  # erased on request since they were read: the next look chooses without them
+            return None
+        return batch
+
+    async def _forgotten(self, batch: Batch) -> list[str]:
+        """The units whose record the store no longer has."""
+        known = getattr(self.tools.store, "known", None)  # a store need not be able to tell
+        if known is None:
+            return []
+        there = set(await known([unit.record.id for unit in batch.units]))
+        return [unit.id for unit in batch.units if unit.record.id not in there]
 
     def _save(self) -> None:
         """What can never train is written down, with the reason, and how far the log was read."""

@@ -28,7 +28,11 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Newest first. `before` is an event sequence to page on; None filters match everything."""
+    """Newest first. `before` is an event sequence to page on; None filters match everything.
+
+    since, until: unix seconds of arrival, the second exclusive. tag: a name and its value. low, high: a record with a
+    report whose score for it is within both, a report whose own score is. answer_id: the provider's id of the answer.
+    """
 
     scenario: str
     kind: str = "record"  # record | report
@@ -38,6 +42,12 @@ class Query:
     release_id: str | None = None
     status: str | None = None
     purpose: str | None = None
+    since: float | None = None
+    until: float | None = None
+    tag: tuple[str, str] | None = None
+    low: float | None = None
+    high: float | None = None
+    answer_id: str | None = None
 
 
 class RecordStore(Protocol):
@@ -48,6 +58,9 @@ class RecordStore(Protocol):
         stores the whole exchange at once. A Report needs all its references to be known records of its scenario
         (MissingError names the first that is not). StoreError when the store cannot write.
         """
+
+    async def append_all(self, entries: Sequence[Record | Report]) -> list[Stored]:
+        """Store finished records and reports in one transaction: all of them, in order, or none (the first error)."""
 
     async def get(self, ids: Sequence[str]) -> list[Record | Report]:
         """The entries with these ids, in that order. MissingError names the first that is unknown."""

@@ -99,6 +99,19 @@ class Board:
         with self._troubles(), self._write():
             self._db.execute("UPDATE board SET version = version")
 
+    @contextlib.contextmanager
+    def look(self) -> Iterator[sqlite3.Connection]:
+        """The connection, for a neighbour's table (tokens), to read."""
+        with self._troubles():
+            yield self._db
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction on a neighbour's table that everyone who follows the board notices."""
+        with self._troubles(), self._write():
+            yield self._db
+            self._changed()
+
     def close(self) -> None:
         with self._lock:
             self._db.close()

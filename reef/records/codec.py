@@ -3,7 +3,8 @@
 Knows: the nouns' fields, compact token arrays, and zstd with a small frozen dictionary of what rows repeat.
 Does not know: SQL, blobs, or which record a prompt continues.
 
-- Packed bytes begin with their form: 0 plain msgpack or text, 1 zstd with DICTIONARY. A form is never redefined.
+- Packed bytes begin with their form: 0 plain msgpack or text, 1 zstd with DICTIONARY. A record's meta has two more:
+  2 the times and then fields by position, 3 the same with the fields under zstd. A form is never redefined.
 - Content is every field except the times and the owner, which a retry may not repeat.
 """
 
@@ -13,6 +14,8 @@ import array
 import dataclasses
 import hashlib
 import json
+import math
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -21,7 +24,7 @@ import msgspec
 import zstandard
 
 from reef.core.errors import InputError, StoreError
-from reef.core.nouns import Choice, Record, Report, Timing
+from reef.core.nouns import Choice, Purpose, Record, Report, Sampling, Span, Status, Timing, Usage
 
 T = TypeVar("T", Record, Report)
 
@@ -59,16 +62,16 @@ _dictionary = zstandard.ZstdCompressionDict(DICTIONARY, dict_type=zstandard.DICT
 _parameters = zstandard.ZstdCompressionParameters.from_level(3, write_dict_id=False, write_content_size=True)
 _local = threading.local()
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
+_times = struct.Struct("<4d")
+_UNKNOWN = math.nan  # a time that was not measured
 _UNMEASURED = Timing(0.0)
+PLAIN = 512  # fewer bytes are not worth the microseconds of compressing them
 
 
 def pack(data: bytes) -> bytes:
     """Compress when that makes it shorter."""
     if len(data) >= 24:
-        if (compressor := getattr(_local, "compressor", None)) is None:
-            compressor = zstandard.ZstdCompressor(dict_data=_dictionary, compression_params=_parameters)
-            _local.compressor = compressor
-        packed: bytes = compressor.compress(data)
+        packed = _compress(data)
         if len(packed) < len(data):
             return b"\x01" + packed
     return b"\x00" + data
@@ -79,9 +82,21 @@ def unpack(data: bytes) -> bytes:
         return data[1:]
     if data[:1] != b"\x01":
         raise StoreError("a row has a form this version does not know; install the Reef version that wrote it")
+    return _decompress(data[1:])
+
+
+def _compress(data: bytes) -> bytes:
+    if (compressor := getattr(_local, "compressor", None)) is None:
+        compressor = zstandard.ZstdCompressor(dict_data=_dictionary, compression_params=_parameters)
+        _local.compressor = compressor
+    packed: bytes = compressor.compress(data)
+    return packed
+
+
+def _decompress(data: bytes) -> bytes:
     if (decompressor := getattr(_local, "decompressor", None)) is None:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor(dict_data=_dictionary)
-    whole: bytes = decompressor.decompress(data[1:])
+    whole: bytes = decompressor.decompress(data)
     return whole
 
 
@@ -113,9 +128,9 @@ def digest(*parts: bytes) -> bytes:
 def content(entry: Record | Report) -> bytes:
     """The digest by which a retry is known as the same: of everything but times and owner."""
     if isinstance(entry, Record):
-        bare = dataclasses.replace(entry, timing=_UNMEASURED, owner=None, request=b"", rendered=None)
-        rendered = (b"" if entry.rendered is None else b"r" + entry.rendered,)
-        return digest(encode(bare), entry.request, *rendered)
+        bare = dataclasses.replace(entry, timing=_UNMEASURED, owner=None, request=b"", rendered=None, reply=None)
+        others = (b"" if other is None else b"r" + other for other in (entry.rendered, entry.reply))
+        return digest(encode(bare), entry.request, *others)
     alike = dataclasses.replace(  # 1 and 1.0 are the same score
         entry,
         created_at=0.0,
@@ -126,7 +141,141 @@ def content(entry: Record | Report) -> bytes:
     return digest(encode(alike))
 
 
-def strip(record: Record) -> Record:
+def opening(record: Record, meta: bytes) -> bytes:
+    """The digest by which the retry of an opening is known, also when the record is closed. `meta`: its packed meta."""
+    timeless = meta[:1] + meta[1 + _times.size :] if meta[0] in (2, 3) else content(record)
+    names = (record.scenario, record.purpose, record.release_id, record.session, column(record.answer_id))
+    named = encode(names)
+    return b"\x02" + digest(
+        timeless,
+        named,
+        record.request,
+        *(b"" if each is None else b"r" + each for each in (record.rendered, record.reply)),
+    )
+
+
+def column(text: str | None) -> str | None:
+    """The text when a column can hold it; a provider may send what UTF-8 cannot say, and then it stays in the meta."""
+    if text is not None and not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return None
+    return text
+
+
+class _Fields(msgspec.Struct, array_like=True, frozen=True):
+    """A record's fields by position. One may be added at the end, with a default; none may be changed."""
+
+    dialect: str
+    answers: list[tuple[Any, ...]]  # index, text, finish_reason; and, unless it is only text: ids?, logprobs?, …
+    usage: tuple[int, int] | None
+    prompted: bool  # whether there are prompt ids
+    sampling: tuple[float, float, int, int | None, int | None, tuple[str, ...]] | None
+    model_asked: str | None
+    model_answered: str | None
+    tags: dict[str, str] | None
+    client: str | None
+    upstream_id: str | None
+    answer_id: str | None  # only what its column cannot hold
+    error: str | None
+    untrainable: str | None
+
+
+_fields = msgspec.msgpack.Decoder(_Fields)
+
+
+def pack_meta(record: Record) -> bytes:
+    """What has no column of its own, in form 2 or 3; in the older form what msgpack cannot say."""
+    timing, usage, drawn = record.timing, record.usage, record.sampling
+    try:
+        fields = _encoder.encode(
+            (
+                record.dialect,
+                [_answer(choice) for choice in record.choices],
+                None if usage is None else (usage.prompt_tokens, usage.completion_tokens),
+                record.prompt_ids is not None,
+                drawn and (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens, drawn.seed, drawn.stop),
+                record.model_asked,
+                record.model_answered,
+                record.tags or None,
+                record.client,
+                record.upstream_id,
+                record.answer_id if column(record.answer_id) is None else None,
+                record.error,
+                record.untrainable,
+            )
+        )
+        times = _times.pack(
+            timing.received_at,
+            _UNKNOWN if timing.queued is None else timing.queued,
+            _UNKNOWN if timing.first is None else timing.first,
+            _UNKNOWN if timing.last is None else timing.last,
+        )
+    except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, struct.error):
+        return pack(encode(_strip(record)))
+    if len(fields) >= PLAIN:
+        packed = _compress(fields)
+        if len(packed) < len(fields):
+            return b"\x03" + times + packed
+    return b"\x02" + times + fields
+
+
+def unpack_meta(data: bytes, status: Status, purpose: Purpose) -> Record:
+    """A record that lacks what has columns of its own."""
+    form = data[0]
+    if form not in (2, 3):
+        return decode(unpack(data), Record)
+    received, *waits = _times.unpack_from(data, 1)
+    rest = data[1 + _times.size :]
+    fields = _fields.decode(_decompress(rest) if form == 3 else rest)
+    return Record(
+        id="",
+        scenario="",
+        release_id="",
+        purpose=purpose,
+        dialect=fields.dialect,
+        status=status,
+        request=b"",
+        timing=Timing(received, *(None if math.isnan(wait) else wait for wait in waits)),
+        choices=tuple(_choice(*answer) for answer in fields.answers),
+        usage=Usage(*fields.usage) if fields.usage else None,
+        prompt_ids=() if fields.prompted else None,
+        sampling=Sampling(*fields.sampling) if fields.sampling else None,
+        model_asked=fields.model_asked,
+        model_answered=fields.model_answered,
+        tags=fields.tags or {},
+        client=fields.client,
+        upstream_id=fields.upstream_id,
+        answer_id=fields.answer_id,
+        error=fields.error,
+        untrainable=fields.untrainable,
+    )
+
+
+def _answer(choice: Choice) -> tuple[Any, ...]:
+    ids, logprobs = choice.output_ids is not None, choice.logprobs is not None
+    short = (choice.index, choice.text, choice.finish_reason)
+    if not (ids or logprobs or choice.spans) and choice.message is None:
+        return short
+    spans = [(span.release_id, span.start, span.end) for span in choice.spans]
+    return (*short, ids, logprobs, spans, choice.message)
+
+
+def _choice(
+    index: int,
+    text: str,
+    finish: str | None,
+    ids: bool = False,
+    logprobs: bool = False,
+    spans: Sequence[tuple[str, int, int]] = (),
+    message: Any = None,
+) -> Choice:
+    drawn = tuple(Span(*span) for span in spans)
+    return Choice(index, text, finish, () if ids else None, () if logprobs else None, drawn, message)
+
+
+def _strip(record: Record) -> Record:
     """The record without what has columns of its own."""
     bare = tuple(
         dataclasses.replace(
@@ -136,7 +285,6 @@ def strip(record: Record) -> Record:
         )
         for choice in record.choices
     )
-    ids = None if record.prompt_ids is None else ()
     return dataclasses.replace(
         record,
         id="",
@@ -146,9 +294,16 @@ def strip(record: Record) -> Record:
         owner=None,
         request=b"",
         rendered=None,
-        prompt_ids=ids,
+        reply=None,
+        answer_id=record.answer_id if column(record.answer_id) is None else None,
+        prompt_ids=None if record.prompt_ids is None else (),
         choices=bare,
     )
+
+
+def literal(whole: bytes) -> bytes:
+    """A short body as a template that is only itself, in form 0."""
+    return b"\x00" + _encoder.encode((whole,))
 
 
 def pack_tokens(suffix: Sequence[int], choices: Sequence[Choice]) -> bytes:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from reef.core.errors import StoreError
+from reef.records import fill
 
 APPLICATION = 0x52656566  # "Reef": marks the file as ours
 
@@ -64,16 +65,59 @@ MIGRATIONS = (
     CREATE TABLE board (version INTEGER NOT NULL);
     INSERT INTO board VALUES (1);
     """,
+    """
+    ALTER TABLE records ADD COLUMN reply BLOB;          -- a template like request
+    ALTER TABLE records ADD COLUMN answer_id TEXT;
+    ALTER TABLE records ADD COLUMN received_at REAL;    -- unix seconds
+    CREATE INDEX records_answer ON records (answer_id) WHERE answer_id IS NOT NULL;
+    CREATE INDEX records_time ON records (scenario, received_at);
+    DROP INDEX records_scenario;                        -- a scenario's records are walked by its events
+    ALTER TABLE quotes ADD COLUMN score REAL;           -- what the report gives this record
+    ALTER TABLE reports ADD COLUMN created_at REAL;
+    ALTER TABLE reports ADD COLUMN score REAL;          -- the report's own
+    CREATE TABLE tags (
+        scenario TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, record INTEGER NOT NULL,
+        PRIMARY KEY (scenario, name, value, record)
+    ) WITHOUT ROWID;
+    CREATE TABLE tokens (
+        name TEXT PRIMARY KEY,
+        digest BLOB NOT NULL UNIQUE,                    -- SHA-256 of the token's text, which is nowhere
+        rights TEXT NOT NULL,                           -- names, joined by spaces
+        scenarios TEXT,                                 -- a JSON list of patterns; null: every scenario
+        limits TEXT NOT NULL DEFAULT '{}',              -- JSON: requests_per_minute, tokens_per_minute, concurrent
+        release_id TEXT,                                -- an episode's token answers with this release only
+        created_at REAL NOT NULL,
+        expires_at REAL,
+        revoked_at REAL
+    );
+    """,
+    """
+    CREATE INDEX records_parent ON records (parent) WHERE parent IS NOT NULL;
+    CREATE TABLE erased (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;  -- ids that must not come back
+    CREATE TABLE keeping (
+        generation INTEGER NOT NULL,    -- grows when rows or blobs were removed: what a writer remembers may be gone
+        unswept INTEGER NOT NULL        -- records removed since blobs were last swept
+    );
+    INSERT INTO keeping VALUES (0, 0);
+    """,
 )
 
+FILLS = {1: fill.times_tags_and_scores}  # what a migration needs beside its script, by its place above
 
-def connect(path: Path, *, busy: float = 5.0, reading: bool = False) -> sqlite3.Connection:
-    """A connection with the store's settings. `busy`: seconds to wait for another process's transaction."""
-    connection = sqlite3.connect(path, timeout=busy, isolation_level=None, check_same_thread=False)
+
+def connect(path: Path, *, busy: float = 5.0, reading: bool = False, create: bool = False) -> sqlite3.Connection:
+    """A connection with the store's settings. `busy`: seconds to wait for another process's transaction.
+
+    Without `create` a file that is missing stays missing: an empty one in its place would, once the folder is back,
+    make SQLite throw away the log of the real one.
+    """
+    place = f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}"
+    connection = sqlite3.connect(place, uri=True, timeout=busy, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute("PRAGMA cache_size = -8192")
+        connection.execute("PRAGMA secure_delete = ON")  # what is removed or replaced is gone from the file's bytes
         if reading:
             connection.execute("PRAGMA query_only = ON")
     except sqlite3.Error:
@@ -86,17 +130,20 @@ class Turn:
     """Write transactions, in turn with other processes: whoever waits is next, and within a millisecond or so.
 
     SQLite alone sleeps up to 100 ms between attempts and lets a busy writer pass again and again. Here the one who
-    waits for the write lock holds the turn, so a writer that comes back stands behind it.
+    waits for the write lock holds the turn, so a writer that comes back stands behind it. `own`: the connection is
+    used in turns only and never waits by itself, which spares two statements a transaction.
     """
 
-    def __init__(self, path: Path, busy: float) -> None:
+    def __init__(self, path: Path, busy: float, *, own: bool = False) -> None:
         self._busy = busy
+        self._own = own
         self._file = _lock_file(path)
 
     def begin(self, connection: sqlite3.Connection) -> None:
         """BEGIN IMMEDIATE, waiting at most `busy` seconds; then SQLite's own error."""
         deadline = time.monotonic() + self._busy
-        connection.execute("PRAGMA busy_timeout = 0")
+        if not self._own:
+            connection.execute("PRAGMA busy_timeout = 0")
         try:
             pause = 0.0002
             while not self._take() and time.monotonic() < deadline:
@@ -106,7 +153,8 @@ class Turn:
                 time.sleep(pause := min(1.5 * pause, 0.002))
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-            connection.execute(f"PRAGMA busy_timeout = {round(1000 * self._busy)}")
+            if not self._own:
+                connection.execute(f"PRAGMA busy_timeout = {round(1000 * self._busy)}")
 
     def close(self) -> None:
         os.close(self._file)
@@ -129,9 +177,10 @@ def _begun(connection: sqlite3.Connection, *, last: bool) -> bool:
     return True
 
 
-def _lock_file(path: Path) -> int:
+def _lock_file(path: Path, *, create: bool = False) -> int:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path.with_name(path.name + "-lock"), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         reason = f"{error.strerror}; check the folder's owner and rights"
@@ -140,10 +189,10 @@ def _lock_file(path: Path) -> int:
 
 def migrate(path: Path) -> None:
     """Bring the file to the newest schema, creating it when missing. Safe in many processes at once; StoreError."""
-    lock = _lock_file(path)
+    lock = _lock_file(path, create=True)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        connection = connect(path)
+        connection = connect(path, create=True)
         try:
             _advance(connection, path)
         finally:
@@ -167,7 +216,10 @@ def _advance(connection: sqlite3.Connection, path: Path) -> None:
     for number in range(version, len(MIGRATIONS)):
         script = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {number + 1};"
         try:
-            connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]} {script} COMMIT;")
+            connection.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[number]} {script}")
+            if (complete := FILLS.get(number)) is not None:
+                complete(connection)
+            connection.execute("COMMIT")
         except sqlite3.Error:
             if connection.in_transaction:
                 connection.rollback()

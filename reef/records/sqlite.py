@@ -1,7 +1,7 @@
 """The default record store: one SQLite file, written by one thread a process, read by a few on their own connections.
 
 Knows: which thread does what, and what a dead process left open.
-Does not know: tables (`rows`), batches (`writer`), or HTTP. Several processes may hold the same file at once.
+Does not know: tables (`rows`, `lookup`), batches (`writer`), or HTTP. Several processes may hold the same file at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import zstandard
 
 from reef.core.errors import ConflictError, InputError, StoreError
 from reef.core.nouns import Event, Record, Report
-from reef.records import Query, Stored, schema
-from reef.records.rows import Rows
+from reef.records import Query, Stored, pages, schema
+from reef.records.lookup import Group, Lookup
 from reef.records.writer import Writer
 
 READERS = 2
@@ -45,6 +45,11 @@ class SqliteStore:
         self._connections: list[sqlite3.Connection] = []
         self._state = "new"
 
+    @property
+    def commits(self) -> int:
+        """How many transactions this store wrote."""
+        return self._writer.commits
+
     async def start(self) -> None:
         """Create or migrate the file and begin to write. StoreError says what is wrong with it."""
         await asyncio.to_thread(schema.migrate, self._path)
@@ -59,24 +64,43 @@ class SqliteStore:
             entry = dataclasses.replace(entry, owner=self._owner)
         return await self._writer.submit(entry)
 
+    async def append_all(self, entries: Sequence[Record | Report]) -> list[Stored]:
+        if self._state == "new":
+            raise StoreError("the record store is not started; await start() first")
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Record) and entry.status == "open":
+                raise InputError(f"entry {index}: an open record cannot be stored with others", param=f"[{index}]")
+        return await self._writer.submit_all(entries) if entries else []
+
     async def get(self, ids: Sequence[str]) -> list[Record | Report]:
-        return await self._read(lambda rows: rows.get(ids))
+        return await self._read(lambda lookup: lookup.get(ids))
+
+    async def known(self, ids: Sequence[str]) -> list[str]:
+        """Those of these ids that are in the store."""
+        return await self._read(lambda rows: rows.known(ids))
 
     async def events(self, scenario: str, after: int, limit: int) -> list[Event]:
-        return await self._read(lambda rows: rows.events(scenario, after, limit))
+        return await self._read(lambda lookup: lookup.events(scenario, after, limit))
 
     async def find(self, query: Query) -> list[tuple[int, Record | Report]]:
-        if query.kind not in ("record", "report"):
-            raise InputError(f"no kind {query.kind!r}; ask for record or report", param="kind")
-        if query.kind == "report":
-            for name in ("session", "release_id", "status", "purpose"):
-                if getattr(query, name) is not None:
-                    raise InputError(f"reports have no {name}; drop that filter", param=name)
-        return await self._read(lambda rows: rows.find(query))
+        pages.check(query)
+        return await self._read(lambda lookup: lookup.find(query))
+
+    async def erased(self, ids: Sequence[str]) -> list[str]:
+        """Those of these ids that were erased on request, and cannot be stored again."""
+        return await self._read(lambda rows: rows.erased(ids))
+
+    async def sessions(self, scenario: str, before: int | None, limit: int) -> list[Group]:
+        """The sessions that clients named, the one with the newest record first; `before`: a `last_seq` to page on."""
+        return await self._read(lambda rows: rows.sessions(scenario, before, limit))
+
+    async def session(self, scenario: str, name: str, after: int, limit: int) -> list[tuple[int, Record]]:
+        """A page of one session's records with their sequence numbers, the oldest first."""
+        return await self._read(lambda rows: rows.session(scenario, name, after, limit))
 
     async def reports_on(self, receipt: str) -> list[Report]:
         """Every report that quotes this record, oldest first; empty when there is none."""
-        return await self._read(lambda rows: rows.reports_on(receipt))
+        return await self._read(lambda lookup: lookup.reports_on(receipt))
 
     async def recover(self, owner_prefix_alive: Callable[[str], bool]) -> int:
         """Close as `interrupted` what dead owners left open; how many records that were.
@@ -84,7 +108,7 @@ class SqliteStore:
         `owner_prefix_alive` tells of an owner whether its process lives. What this store's own owner opened stays.
         """
         closed = 0
-        for name, owner in await self._read(lambda rows: rows.open_records()):
+        for name, owner in await self._read(lambda lookup: lookup.open_records()):
             if owner == self._owner or (owner is not None and owner_prefix_alive(owner)):
                 continue
             (record,) = await self.get([name])
@@ -111,18 +135,18 @@ class SqliteStore:
             connection.close()
         self._connections.clear()
 
-    async def _read(self, ask: Callable[[Rows], T]) -> T:
+    async def _read(self, ask: Callable[[Lookup], T]) -> T:
         if self._state != "open":
             raise StoreError(f"the record store is {self._state}; start it before reading")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._ask, ask)
 
-    def _ask(self, ask: Callable[[Rows], T]) -> T:
+    def _ask(self, ask: Callable[[Lookup], T]) -> T:
         """In a reader thread: one read transaction, so that a record's row, blobs and parents are of one moment."""
         try:
-            rows, connection = self._reader()
+            lookup, connection = self._reader()
             connection.execute("BEGIN")
             try:
-                return ask(rows)
+                return ask(lookup)
             finally:
                 connection.execute("ROLLBACK")
         except sqlite3.Error as error:
@@ -131,10 +155,10 @@ class SqliteStore:
         except zstandard.ZstdError as error:
             raise StoreError(f"the record store {self._path} is damaged ({error}); restore a backup") from error
 
-    def _reader(self) -> tuple[Rows, sqlite3.Connection]:
-        if getattr(self._local, "rows", None) is None:
+    def _reader(self) -> tuple[Lookup, sqlite3.Connection]:
+        if getattr(self._local, "lookup", None) is None:
             connection = schema.connect(self._path, busy=self._busy, reading=True)
             self._connections.append(connection)
             self._local.connection = connection
-            self._local.rows = Rows(connection)
-        return self._local.rows, self._local.connection
+            self._local.lookup = Lookup(connection)
+        return self._local.lookup, self._local.connection

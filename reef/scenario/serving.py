@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from reef.core.errors import InputError, MissingError, StaleHead, StoreError
 from reef.core.failpoint import failpoint
@@ -138,6 +138,12 @@ class Watch:
         self._snapshot: dict[str, Serving] = {}
         self._version: int | None = None
         self._task: asyncio.Task[None] | None = None
+        self._listeners: list[Callable[[], None]] = []
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call it at every refresh: at the start, and after any change of the board. It may block as briefly as the
+        board's own calls. One that raises is called again at the next look."""
+        self._listeners.append(listener)
 
     def get(self, name: str) -> Serving | None:
         return self._snapshot.get(name)
@@ -154,6 +160,8 @@ class Watch:
         """Read the board now; a process that has just flipped it need not wait for the next look."""
         version = self._board.version()
         self._snapshot = self._board.all()
+        for listener in self._listeners:
+            listener()
         self._version = version  # read before the rows: a flip in between is seen at the next look, never missed
 
     async def close(self) -> None:

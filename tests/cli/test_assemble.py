@@ -8,8 +8,9 @@ import pytest
 from reef.cli import assemble, bind
 from reef.cli.main import main
 from reef.cli.process import Boot
-from reef.config import load
-from reef.core.errors import ChainError, ConfigError
+from reef.cli.route import Scenarios, answering, models
+from reef.config import Settings, load
+from reef.core.errors import ChainError, ConfigError, ModelError
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_one_bad_scenario_never_stops_a_start(boot, caplog, monkeypatch):
     assert set(board.all()) == {"default", "fixed", "good"}
     for name in ("gone", "odd", "full"):
         assert f"the scenario {name} is not ready" in caplog.text
-    scenarios = assemble._Scenarios(settings, board)
+    scenarios = Scenarios(settings, board, {}, {})
     assert (scenarios.recipe("good"), scenarios.recipe("gone")) == ("feedback_rules", None)
     assemble.prepare(boot)
     assert set(board.all()) == {"default", "fixed", "good", "full"}
@@ -184,3 +185,125 @@ def test_every_shipped_example_loads():
     for file in files:
         loaded = load(file, environment={})
         assert bind.check(loaded.settings, loaded.values, loaded.place)
+
+
+ROUTES = """
+reef: {engine: up, recipe: record}
+engines:
+  up: {url: "http://127.0.0.1:9/v1", model: big, retries: 1, proxy: "http://127.0.0.1:8"}
+  claude: {url: "http://127.0.0.1:9/v1", api: anthropic, speaks: [messages]}
+  any: {url: "http://127.0.0.1:9/v1"}
+scenarios: {tied: {engine: any}, named: {engine: any, model: own}}
+models: {fast: any/org/small, smart: claude/opus}
+"""
+
+
+@pytest.fixture
+def routed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def routed(text):
+        Path("r.yaml").write_text(text)
+        settings = load(Path("r.yaml"), environment={}).settings
+        Path(".reef").mkdir(exist_ok=True)
+        boot = Boot(settings.model_dump(mode="json"), tmp_path / "run", "http://x", None)
+        assemble.prepare(boot)
+        board = assemble.open_board(Path(".reef"))
+        engines = assemble._engines(boot, settings)
+        scenarios = Scenarios(settings, board, engines, answering(boot, settings))
+
+        def route(scenario, model):
+            found = scenarios.route(scenario, model)
+            assert found.engine is engines[found.name]
+            return found.name, found.model
+
+        return route, engines, models(boot, settings), board
+
+    return routed
+
+
+def test_with_aliases_a_name_picks_the_engine(routed):
+    route, engines, models, board = routed(ROUTES)
+    assert engines["claude"].dialects == {"messages"}
+    assert models == ("big", "any", "claude", "fast", "smart")
+    for scenario in ("default", "tied"):
+        assert route(scenario, "fast") == ("any", "org/small")
+        assert route(scenario, "smart") == ("claude", "opus")
+        assert route(scenario, "claude/haiku") == ("claude", "haiku")
+    assert route("default", "big") == route("default", None) == ("up", None)
+    assert route("tied", "whatever/x") == route("tied", None) == ("any", None)
+    assert route("named", "whatever") == route("named", "own") == ("any", "own")
+    for name in ("whatever", "nowhere/x", "claude/", "claude", ""):
+        with pytest.raises(ModelError, match="there are fast, smart, big, and engine/model") as caught:
+            route("default", name)
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    board.close()
+
+
+def test_without_aliases_a_scenarios_engine_answers_any_name(routed):
+    route, _, models, board = routed(ROUTES.replace("models: ", "# "))
+    assert models == ("big", "any", "claude")
+    for name in (None, "whatever", "claude/haiku", "fast"):
+        assert route("default", name) == ("up", None)
+        assert route("tied", name) == ("any", None)
+        assert route("named", name) == ("any", "own")
+    board.close()
+
+
+def test_an_engine_that_only_an_alias_names_runs(routed):
+    route, engines, _, board = routed(
+        "reef: {engine: fake, recipe: record}\nmodels: {far: up/x}\nengines: {up: {url: 'http://127.0.0.1:9/v1'}}\n"
+    )
+    assert set(engines) == {"fake", "up"}
+    assert route("default", "far") == ("up", "x")
+    assert route("default", "fake") == ("fake", None)
+    board.close()
+    settings = load(Path("r.yaml"), [("models.small", "local/m")], environment={}).settings
+    assert bind.local_engine(settings) is not None
+
+
+def test_a_scenario_made_by_a_request_is_tied_to_its_engine_too(routed):
+    route, _, _, board = routed(ROUTES)
+    board.create_scenario("made", {"engine": "any"})
+    board.create_scenario("loose", {})
+    assert route("made", "whatever") == ("any", None)
+    with pytest.raises(ModelError):
+        route("loose", "whatever")
+    board.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "key", "message"),
+    [
+        ("url: 'http://me:canary@h/v1'", "k", "r.yaml:3: engine up: an upstream's url must hold no credentials"),
+        ("url: 'http://h/v1?canary=1'", "k", "r.yaml:3: engine up: an upstream's url is plain text that ends with"),
+        ("url: http://h/v1", "sk-canary\nx", "r.yaml:3: engine up: an upstream's key has characters"),
+        ("url: http://h/v1", "", "is read from SOME_KEY, which is not set"),
+    ],
+)
+def test_what_is_wrong_with_an_upstream_is_said_at_the_start(tmp_path, monkeypatch, engine, key, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_KEY", key)
+    Path("r.yaml").write_text(f"reef: {{engine: up}}\nengines:\n  up: {{{engine}, key_env: SOME_KEY}}\n")
+    loaded = load(Path("r.yaml"), environment={})
+    with pytest.raises(ConfigError) as caught:
+        bind.check(loaded.settings, loaded.values, loaded.place)
+    assert message in str(caught.value), str(caught.value)
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "on_trouble", "lenient"),
+    [
+        ("record", None, True),
+        ("feedback_rules", None, False),
+        ("record", "refuse", False),
+        ("feedback_rules", "serve", True),
+    ],
+)
+def test_who_is_served_while_nothing_can_be_recorded(recipe, on_trouble, lenient, tmp_path):
+    given = {"reef": {"engine": "fake", "recipe": recipe}, "records": {"on_trouble": on_trouble}}
+    settings = Settings.model_validate(given)
+    board = assemble.open_board(tmp_path)
+    assert Scenarios(settings, board, {}, {"fake": "fake"}).lenient("default") is lenient
+    board.close()

@@ -102,6 +102,15 @@ def test_settings_survive_json(write):
         ("scenarios:\n  a:\n    gate:\n      policy: better\n", "r.yaml:4: scenarios.a.gate: policy better"),
         ("scenarios:\n  a:\n    engine: upp\nengines: {up: {url: http://x}}\n", "did you mean up?"),
         ("models: {fast: nowhere/x}\n", "write engine/model"),
+        ("models: {fast: upp/x}\nengines: {up: {url: http://x}}\n", "under engines:; did you mean up?"),
+        ("models: {fast: local}\n", "models.fast is 'local'; write engine/model"),
+        ("engines:\n  up: {url: http://x, speaks: [chat, mail]}\n", "r.yaml:2: engines.up.speaks"),
+        ("engines:\n  up: {url: http://x, api: google}\n", "r.yaml:2: engines.up.api"),
+        ("engines:\n  up: {url: http://x, retries: -1}\n", "r.yaml:2: engines.up.retries"),
+        (
+            "engines:\n  up: {url: http://x, proxy: 'socks5://me:canary@h'}\n",
+            "r.yaml:2: engines.up: proxy is an HTTP",
+        ),
         ("reef: 3\n", "r.yaml:1: reef:"),
         ("reef:\n  token: [secret-canary]\n", "reef.token"),
     ],
@@ -154,8 +163,19 @@ def test_model_shorthands(write, tmp_path):
         "api": "openai",
         "key_env": "OPENAI_API_KEY",
         "model": "gpt-4o",
+        "speaks": (),
+        "retries": 2,
+        "retry_seconds": 10.0,
+        "connect": 10.0,
+        "idle": 300.0,
+        "connections": 0,
+        "proxy": None,
+        "trust_env": False,
         "options": {},
     }
+    anthropic = load(model="anthropic/claude-x", environment={}).settings.engine("anthropic")
+    assert (anthropic.api, anthropic.url) == ("anthropic", "https://api.anthropic.com/v1")
+    assert (anthropic.key_env, anthropic.model) == ("ANTHROPIC_API_KEY", "claude-x")
     assert load(model="ollama/qwen3", environment={}).settings.engine("ollama").model == "qwen3"
     assert load(model="Org/Hub-Id", environment={}).settings.reef.model == "Org/Hub-Id"
     (tmp_path / "openai" / "mine").mkdir(parents=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from reef import records
-from reef.core.errors import ConflictError, MissingError
+from reef.core.errors import ConflictError, InputError, MissingError
 from reef.core.ids import new_receipt, new_report
 from reef.core.nouns import Choice, Record, Report, Sampling, Span, Timing, Usage
 from reef.records import Query
@@ -214,6 +214,127 @@ async def test_pages_are_newest_first_and_filters_hold(store):
     assert await named(purpose="evaluation") == await named(release_id="d" * 40) == [names[9]]
     assert await named(kind="report") == [said.id]
     assert await store.events("none", 0, 9) == await store.find(Query("none")) == []
+
+
+async def paged(store, query):
+    """Every id of a query, newest first, in pages of two."""
+    seen, before = [], None
+    while page := await store.find(dataclasses.replace(query, before=before, limit=2)):
+        assert len(page) <= 2
+        seen += [entry.id for _, entry in page]
+        before = page[-1][0]
+    return seen
+
+
+async def test_records_are_found_by_time_tag_score_and_answer(store):
+    made = [
+        record(
+            timing=Timing(100.0 + n),
+            tags={"team": "ab"[n % 2], "n": str(n)},
+            answer_id="chatcmpl-7" if n == 3 else None,
+        )
+        for n in range(7)
+    ]
+    for entry in [*made, record(scenario="b", tags={"team": "a"}, answer_id="chatcmpl-7", timing=Timing(103.0))]:
+        await store.append(entry)
+    await store.append(report(made[1].id, made[2].id, score=0.5, per_receipt={made[2].id: -2.0}))
+    await store.append(report(made[1].id, score=0.5, feedback="again"))
+    await store.append(report(made[4].id, score=None, feedback="good"))
+    names = [entry.id for entry in made]
+
+    async def found(**filters):
+        return [names.index(name) for name in await paged(store, Query("a", **filters))]
+
+    assert await found(since=102.0) == [6, 5, 4, 3, 2]
+    assert await found(since=102.0, until=105.0) == [4, 3, 2]
+    assert await found(until=101.5) == [1, 0]
+    assert await found(tag=("team", "a")) == [6, 4, 2, 0]
+    assert await found(tag=("team", "a"), since=103.0, status="complete") == [6, 4]
+    assert await found(tag=("n", "3")) == await found(answer_id="chatcmpl-7") == [3]
+    assert await found(tag=("team", "c")) == await found(answer_id="chatcmpl-8") == []
+    assert await found(low=0.5) == await found(low=0.5, high=0.5) == [1]
+    assert await found(high=0.5) == [2, 1]
+    assert await found(high=-2.0) == await found(low=-3.0, high=-1.0, tag=("n", "2")) == [2]
+    assert await found(low=0.6) == []
+
+
+async def test_reports_are_found_by_time_and_score(store):
+    one = record()
+    await store.append(one)
+    scores = [None, 0.0, 0.5, 1.0, -1.0]
+    made = [report(one.id, created_at=10.0 + n, score=score, feedback="x") for n, score in enumerate(scores)]
+    for entry in made:
+        await store.append(entry)
+    names = [entry.id for entry in made]
+
+    async def found(**filters):
+        return [names.index(name) for name in await paged(store, Query("a", kind="report", **filters))]
+
+    assert await found() == [4, 3, 2, 1, 0]
+    assert await found(since=11.0, until=14.0) == [3, 2, 1]
+    assert await found(low=0.0) == [3, 2, 1]
+    assert await found(low=-1.0, high=0.5, since=12.0) == [4, 2]
+    with pytest.raises(InputError) as caught:
+        await store.find(Query("a", kind="report", tag=("team", "a")))
+    assert caught.value.param == "tag"
+
+
+async def test_an_open_record_is_found_by_its_tags_and_a_closed_one_by_its_last(store):
+    opened = record("open", tags={"team": "a", "kept": "1"})
+    await store.append(opened)
+    assert await paged(store, Query("a", tag=("team", "a"))) == [opened.id]
+    await store.append(closed(opened, tags={"team": "b", "kept": "1"}, answer_id="resp_1"))
+    assert await paged(store, Query("a", tag=("team", "a"))) == []
+    for filters in ({"tag": ("team", "b")}, {"tag": ("kept", "1")}, {"answer_id": "resp_1"}):
+        assert await paged(store, Query("a", **filters)) == [opened.id]
+
+
+async def test_many_are_stored_together_in_order_and_answered_as_duplicates_again(store):
+    known, first, second = record(), record(tags={"n": "1"}), record(reply=b'{"id":"x"}')
+    await store.append(known)
+    said = report(first.id, known.id, score=1.0)
+    batch = [first, known, said, second]
+    stored = await store.append_all(batch)
+    assert [one.duplicate for one in stored] == [False, True, False, False]
+    assert [one.seq for one in stored] == [2, 1, 3, 4]
+    assert await store.get([entry.id for entry in batch]) == batch
+    again = await store.append_all(batch)
+    assert [(one.seq, one.duplicate) for one in again] == [(one.seq, True) for one in stored]
+    assert await store.append_all([]) == []
+
+
+async def test_one_wrong_entry_of_many_stores_none_and_is_named(store):
+    known = record()
+    await store.append(known)
+    fresh = record(tags={"n": "1"})
+    body = b'{"messages":[{"role":"user","content":"%s"}]}' % (b"a long question of its own " * 20)
+    wrong = [
+        (ConflictError, "[2]", dataclasses.replace(known, error="other")),
+        (MissingError, "[2].references", report(fresh.id, "0" * 32, score=1.0)),
+        (InputError, "[2]", record(session="lone \ud800")),
+        (InputError, "[2]", record(prompt_ids=(-1,))),
+        (InputError, "[2]", record("open")),
+    ]
+    for kind, param, entry in wrong:
+        with pytest.raises(kind, match="entry 2: ") as caught:
+            await store.append_all([fresh, record(request=body), entry, record()])
+        assert caught.value.param == param
+    assert len(await store.events("a", 0, 9)) == 1
+    assert await paged(store, Query("a", tag=("n", "1"))) == []
+    alike = record(request=body)  # what the failed batches had in common with it must not be taken as stored
+    await store.append_all([fresh, alike])
+    assert await store.get([fresh.id, alike.id]) == [fresh, alike]
+
+
+async def test_many_together_and_single_ones_do_not_hurt_each_other(store):
+    batches = [[record() for _ in range(3)] for _ in range(6)]
+    batches[2].append(report("0" * 32))
+    batches[4].append(report("0" * 32))
+    singles = [record() for _ in range(6)]
+    work = [store.append_all(batch) for batch in batches] + [store.append(entry) for entry in singles]
+    results = await asyncio.gather(*work, return_exceptions=True)
+    assert [isinstance(result, MissingError) for result in results] == [n in (2, 4) for n in range(12)]
+    assert len(await store.events("a", 0, 99)) == 4 * 3 + 6
 
 
 async def test_close_finishes_what_was_accepted(store, open_store):

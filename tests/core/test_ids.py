@@ -1,5 +1,6 @@
 """Ids: receipts are UUIDv7, references parse in every form a client may hold, scenario names are safe as branches."""
 
+import os
 import uuid
 
 import pytest
@@ -44,3 +45,17 @@ def test_a_scenario_name_is_a_plain_branch_name(name):
 def test_scenario_examples():
     assert all(map(is_scenario, ["default", "a", "a-b.c_d", "0" * 63]))
     assert not any(map(is_scenario, ["", "A", "-a", ".a", "a..b", "a.lock", "a/b", "0" * 64, "a\n"]))
+
+
+def test_a_forked_child_makes_receipts_of_its_own():
+    new_receipt()
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(writer, "".join(new_receipt() for _ in range(50)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(reader, 50 * 32).decode()
+    theirs = {text[place + 13 : place + 32] for place in range(0, len(text), 32)}  # without the time
+    ours = {new_receipt()[13:] for _ in range(50)}
+    assert len(theirs) == 50
+    assert not theirs & ours

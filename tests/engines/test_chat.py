@@ -64,6 +64,11 @@ def test_the_newer_limit_wins() -> None:
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [5]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": ""}] * 70_000}, "messages"),
         ({"tools": 5}, "tools"),
+        ({"tools": [5]}, "tools"),
+        (
+            {"tools": [{"function": {"name": "a"}}], "tool_choice": {"function": {"name": "b"}}},
+            "tool_choice.function.name",
+        ),
         ({"stream_options": 5}, "stream_options"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
@@ -93,3 +98,11 @@ def test_content_of_all_shapes() -> None:
 def test_a_temperature_too_low_to_divide_by_is_greedy(given: float) -> None:
     assert parse(body(temperature=given)).sampling.temperature == 0.0
     assert parse(body(temperature=1e-4)).sampling.temperature == 1e-4
+
+
+def test_tools_are_an_offer() -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds."}}
+    found = parse(body(tools=[tool, {"type": "web_search"}], tool_choice="required", parallel_tool_calls=False)).tools
+    assert found is not None
+    assert (set(found.names), found.open, found.wanted, found.single) == ({"add"}, True, "", True)
+    assert parse(body(tools=[])).tools is parse(body(tool_choice="none")).tools is None

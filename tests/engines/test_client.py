@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from reef.core import wire
 from reef.core.errors import ContextError, EngineError, InputError, LimitError, MissingError
 from reef.engines import Answer, Ask, Head, Piece
-from reef.engines.local.client import LocalEngine, why_not
+from reef.engines.dialect import Reader, read, translate
+from reef.engines.local.client import Draft, LocalEngine, why_not
 from reef.engines.local.text import Text
-from tests.engines.kit import RECEIPT, Releases, ask, running
+from tests.engines.dialect.script import Scripted, asking
+from tests.engines.kit import RECEIPT, Releases, ask, make_tiny, running
 
 
 async def collect(engine: LocalEngine, request: Ask) -> tuple[Head, list[Piece], Answer]:
@@ -221,3 +229,210 @@ async def test_what_cannot_train_says_why(tiny: Path, fields: dict[str, Any], re
     assert answer.untrainable == why_not(answer.sampling)
     assert (answer.untrainable is None) == (reason is None)
     assert (answer.untrainable or "").startswith(reason or "")
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "look")]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+def wired(*choices: Sequence[str], finish: str = "stop", pieces: bool = False) -> list[wire.Message]:
+    """What the engine sends of scripted texts, a token a delta, the choices in turn."""
+    messages: list[wire.Message] = []
+    for place in range(max(map(len, choices))):
+        for choice, texts in enumerate(choices):
+            if place < len(texts):
+                token, text = 100 * choice + place, texts[place]
+                own = [text] if pieces else None
+                messages.append(
+                    wire.Delta(
+                        choice=choice, text=text, ids=[token], logprobs=[-token / 7], release_id="base", pieces=own
+                    )
+                )
+    return [*messages, *(wire.Finished(choice=choice, finish_reason=finish) for choice in range(len(choices)))]
+
+
+def drafted(
+    messages: list[wire.Message], *, stream: bool = False, tools: Any = TOOLS, **fields: Any
+) -> tuple[list[Piece], Answer]:
+    """The pieces and the record of scripted messages."""
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 9, "seed": None, "stop": ()}
+    begun = wire.Begun(prompt_ids=[1, 2], sampling=sampling, model="tiny", context_length=512)
+    draft = Draft(ask("Hi", stream=stream, tools=tools, **fields), begun)
+    pieces = [Piece(data) for data in draft.opening()]
+    for message in messages:
+        pieces += [Piece(data) for data in draft.take(message)]
+    return [*pieces, *draft.closing()], draft.answer()
+
+
+def chat_reader(pieces: list[Piece], *, stream: bool) -> Reader:
+    return read("chat", b"".join(piece.data for piece in pieces), stream=stream)
+
+
+def told(number: int, name: str = "add", arguments: str = '{"a": 1}') -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{RECEIPT}_{number}", "type": "function", "function": function}
+
+
+def test_calls_are_answered_in_chats_form() -> None:
+    messages = wired(["Let me ", "see.\n<tool", f"{CALL[5:]}\n", CALL, "\n"])
+    (piece,), answer = drafted(messages)
+    body = json.loads(piece.data)
+    message = {"role": "assistant", "content": "Let me see.", "tool_calls": [told(0), told(1)]}
+    (choice,) = body["choices"]
+    assert choice["message"] == {**message, "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    (kept,) = answer.choices or ()
+    assert (kept.text, kept.message, kept.finish_reason) == ("Let me see.", message, "tool_calls")
+    # What was sampled stays what it was: training is on tokens.
+    assert kept.output_ids == (0, 1, 2, 3, 4)
+    assert kept.logprobs == tuple(-token / 7 for token in range(5))
+    assert [(span.start, span.end) for span in kept.spans] == [(0, 5)]
+    assert answer.prompt_ids == (1, 2)
+    assert answer.untrainable is None
+
+
+def test_calls_are_streamed_behind_what_is_said() -> None:
+    pieces, answer = drafted(wired(["Let me ", "see.\n<tool", f"{CALL[5:]}\n", CALL, "\n"]), stream=True)
+    deltas = [(chunk["choices"][0]["delta"], chunk["choices"][0]["finish_reason"]) for chunk in events(pieces)]
+    assert deltas == [
+        ({"role": "assistant", "content": "", "refusal": None}, None),
+        ({"content": "Let me"}, None),
+        ({"content": " see."}, None),
+        ({"tool_calls": [{"index": 0, **told(0)}]}, None),
+        ({"tool_calls": [{"index": 1, **told(1)}]}, None),
+        ({}, "tool_calls"),
+    ]
+    assert answer == drafted(wired(["Let me ", "see.\n<tool", f"{CALL[5:]}\n", CALL, "\n"]))[1]
+
+
+def test_a_call_alone_has_no_content() -> None:
+    (piece,), answer = drafted(wired([CALL]))
+    assert json.loads(piece.data)["choices"][0]["message"]["content"] is None
+    (kept,) = answer.choices or ()
+    assert (kept.text, kept.message["content"]) == ("", None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No tool is needed. \n",
+        "<tool_call>{'name': 'add'}</tool_call>",
+        '<tool_call>{"name": "sub", "arguments": {}}</tool_call>\n',
+        '<tool_call>{"name": "add", "argu',
+        "<tool_call>",
+        "a <tool_cal",
+        "",
+    ],
+)
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_what_is_no_call_is_text(text: str, finish: str) -> None:
+    for stream in (False, True):
+        pieces, answer = drafted(wired(list(text) or [""], finish=finish), stream=stream, tool_choice="required")
+        (kept,) = answer.choices or ()
+        assert (kept.text, kept.message, kept.finish_reason) == (text, None, finish)
+        (said,) = chat_reader(pieces, stream=stream).choices()
+        assert (said.text, said.message, said.finish_reason) == (text, None, finish)
+
+
+def test_an_answer_that_was_cut_says_so() -> None:
+    _, answer = drafted(wired([CALL, "\nand th"], finish="length"))
+    (kept,) = answer.choices or ()
+    assert (kept.text, kept.finish_reason, kept.message["tool_calls"]) == ("\nand th", "length", [told(0)])
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tools": []}, {"tool_choice": "none"}])
+def test_without_tools_nothing_is_read_into_the_text(fields: dict[str, Any]) -> None:
+    texts = ["a ", CALL, "", " \n"]
+    pieces, answer = drafted(wired(texts), stream=True, **fields)
+    deltas = [chunk["choices"][0]["delta"].get("content") for chunk in events(pieces)]
+    assert deltas == ["", "a ", CALL, " \n", None]
+    (kept,) = answer.choices or ()
+    assert (kept.text, kept.message, kept.finish_reason) == ("".join(texts), None, "stop")
+
+
+def test_one_call_when_no_more_are_wanted() -> None:
+    pieces, answer = drafted(wired([CALL, CALL, CALL]), stream=True, parallel_tool_calls=False)
+    (kept,) = answer.choices or ()
+    assert kept.message["tool_calls"] == [told(0)]
+    assert kept.output_ids == (0, 1, 2)
+    assert chat_reader(pieces, stream=True).choices()[0].message == kept.message
+
+
+def test_choices_call_apart() -> None:
+    look = '<tool_call>{"name": "look"}</tool_call>'
+    messages = wired([CALL[:20], CALL[20:], CALL], ["It is 3", ".", f" {look}"], ["none", "<tool_call>"])
+    for stream in (False, True):
+        pieces, answer = drafted(messages, stream=stream, n=3)
+        kept = answer.choices or ()
+        assert [choice.finish_reason for choice in kept] == ["tool_calls", "tool_calls", "stop"]
+        assert [choice.text for choice in kept] == ["", "It is 3.", "none<tool_call>"]
+        assert kept[0].message["tool_calls"] == [told(0), told(3)]
+        assert kept[1].message["tool_calls"] == [told(1, "look", "{}")]
+        assert kept[2].message is None
+        said = chat_reader(pieces, stream=stream).choices()
+        assert [(each.text, each.message) for each in said] == [(each.text, each.message) for each in kept]
+
+
+@given(st.lists(st.sampled_from([CALL, CALL[:30], CALL[30:], "words", " ", "\n", "<tool_call>", "é"])), st.data())
+def test_any_cut_gives_the_same_answer(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    messages = wired([text[a:b] for a, b in pairwise([0, *cuts, len(text)])])
+    (expected,) = drafted(wired([text]))[1].choices or ()
+    for stream in (False, True):
+        pieces, answer = drafted(messages, stream=stream)
+        (kept,) = answer.choices or ()
+        (said,) = chat_reader(pieces, stream=stream).choices()
+        for found in (kept, said):
+            assert (found.text, found.message, found.finish_reason) == (
+                (expected.text, expected.message, expected.finish_reason)
+            )
+
+
+def test_log_probs_of_calls_are_not_lost() -> None:
+    texts = ["see ", "<tool_call>", *CALL[11:], "\n"]
+    pieces, _ = drafted(wired(texts, pieces=True), stream=True, logprobs=True)
+    streams = [chunk["choices"][0]["logprobs"] for chunk in events(pieces)]
+    assert [entry["token"] for each in streams if each for entry in each["content"]] == texts
+
+
+@pytest.mark.parametrize("dialect", ["messages", "responses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_other_dialects_get_the_calls(dialect: str, stream: bool) -> None:
+    pieces, answer = drafted(wired(["Well. ", CALL[:9], CALL[9:], f"\n{CALL}"]), stream=stream)
+    head = Head(200, {"content-type": "text/event-stream" if stream else "application/json"})
+    own: dict[str, Any] = {"tools": [{"name": "add", "input_schema": {"type": "object"}}]}
+    if dialect == "responses":
+        own = {"messages": ..., "max_tokens": ..., "input": "Hi", "tools": [{"type": "function", "name": "add"}]}
+    made = translate(asking(stream, dialect, **own))
+    items = [item async for item in made.answer(Scripted(head, *pieces, answer).answer(made.ask))]
+    data = b"".join(item.data for item in items if isinstance(item, Piece))
+    (said,) = read(dialect, data, stream=stream).choices()
+    (kept,) = answer.choices or ()
+    assert (said.text, said.finish_reason) == ("Well.", "tool_calls")
+    functions = [call["function"]["name"] for call in said.message["tool_calls"]]
+    arguments = [json.loads(call["function"]["arguments"]) for call in said.message["tool_calls"]]
+    assert (functions, arguments) == (["add", "add"], [{"a": 1}, {"a": 1}])
+    (last,) = [item for item in items if isinstance(item, Answer)]
+    assert (last.choices, last.prompt_ids) == ((kept,), answer.prompt_ids)
+
+
+async def test_the_prompt_holds_the_tools_when_they_are_sent(tmp_path: Path) -> None:
+    roomy = make_tiny(tmp_path / "m", max_position_embeddings=2048)
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
+    async with running(roomy, Releases(), context=2048) as engine:
+        text = Text(roomy)
+        for tool_choice, shown in (("auto", True), ("required", True), ("none", False)):
+            request = ask("Hello", max_tokens=4, tools=tools, tool_choice=tool_choice)
+            _, _, answer = await collect(engine, request)
+            prompt = text.decode(answer.prompt_ids or ())
+            assert ('"name": "f"' in prompt) is shown
+            *_, counted = [item async for item in engine.answer(replace(request, dialect="count"))]
+            assert isinstance(counted, Answer)
+            assert counted.usage is not None
+            assert counted.usage.prompt_tokens == len(answer.prompt_ids or ())
+        with pytest.raises(InputError, match="not among the request's tools"):
+            await collect(engine, ask("x", tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}))

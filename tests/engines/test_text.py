@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from reef.core.errors import ContextError, InputError
 from reef.engines.local.text import LONG, PROBE, Stream, Text, degrade
+from reef.engines.local.tools import Offer, describe, read_offer
 from tests.engines.kit import make_tiny
 
 
@@ -176,3 +177,82 @@ def test_whatever_a_template_raises_is_a_refusal(tmp_path: Path, calls: object) 
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ 1 // (m.tool_calls and 0) }}{% endfor %}")
     with pytest.raises(InputError):
         Text(folder).render([{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+KNOWING = (
+    "{% if tools %}{{ 'tools ' + (tools | tojson) + '\n' }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls or () %} {{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}, "extra": 1}
+TALK: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be kind."},
+    {"role": "user", "content": "1 + 2?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a":1}'}}],
+    },
+    {"role": "tool", "content": "3", "tool_call_id": "c"},
+]
+
+
+def offer(**fields: Any) -> Offer:
+    found = read_offer({"tools": [TOOL], **fields})
+    assert found is not None
+    return found
+
+
+def templated(folder: Path, source: str) -> Text:
+    made = make_tiny(folder)
+    (made / "chat_template.jinja").write_text(source)
+    return Text(made)
+
+
+def test_a_template_without_tools_is_told_them_in_words(text: Text) -> None:
+    assert text.render(TALK, offer()) == (
+        f"<|im_start|>system\nBe kind.\n\n{describe(offer())}<|im_end|>\n"
+        "<|im_start|>user\n1 + 2?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    closed = text.render(TALK, offer(tool_choice="none"))
+    assert closed == text.render(TALK, offer()).replace(f"\n\n{describe(offer())}", "")
+
+
+def test_a_template_that_names_tools_gets_them(tmp_path: Path) -> None:
+    text = templated(tmp_path / "m", KNOWING)
+    said = 'system: Be kind.\nuser: 1 + 2?\nassistant:  add {"a": 1}\ntool: 3\n'
+    assert text.render(TALK, offer()) == f"tools {json.dumps([TOOL])}\n{said}"
+    assert text.render(TALK, offer(tool_choice="none")) == said
+
+
+def test_a_template_may_write_arguments_as_the_text_they_are(tmp_path: Path) -> None:
+    text = templated(
+        tmp_path / "m", KNOWING.replace("call.function.arguments | tojson", "'=' + call.function.arguments")
+    )
+    assert 'assistant:  add ={"a":1}\n' in text.render(TALK, offer())
+
+
+def test_a_template_for_tools_of_its_own_is_for_them_alone(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m")
+    given_templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": KNOWING}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": given_templates}))
+    text = Text(folder)
+    assert text.render(TALK) == "plain"
+    assert text.render(TALK, offer()).startswith("tools [")
+
+
+def test_prompts_without_tools_are_the_templates_own(text: Text, tmp_path: Path) -> None:
+    plain = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <tool_call>"}]
+    assert text.render(plain) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi <tool_call><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text.render(TALK) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n1 + 2?<|im_end|>\n"
+        '<|im_start|>assistant\n[{"name": "add", "arguments": "{\\"a\\":1}"}]<|im_end|>\n'
+        "<|im_start|>user\nTool result:\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    knowing = templated(tmp_path / "m", KNOWING)
+    assert knowing.render(TALK) == 'system: Be kind.\nuser: 1 + 2?\nassistant:  add "{\\"a\\":1}"\ntool: 3\n'

@@ -16,7 +16,7 @@ from recipes.sao.recipe import SAORecipe
 from reef.engines.fake import FakeEngine
 from reef.evaluation.policies import Guarded
 from reef.gateway.auth import Tokens
-from reef.gateway.context import Context
+from reef.gateway.context import Context, Target
 from reef.gateway.serve import server
 from reef.harness import tree
 from reef.records import Query
@@ -44,7 +44,7 @@ class Shape(World):
             watch=self.watch,
             chain=self.chain,
             engines={"fake": self.engine},
-            engine_of=lambda name: ("fake", self.engine),
+            route=lambda name, model: Target("fake", self.engine),
             tokens=Tokens(free=True),
             ensure_scenario=lambda name, settings: self.board.get(name),
             default_scenario=NAME,

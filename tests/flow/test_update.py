@@ -14,6 +14,7 @@ from reef.core.nouns import Candidate, Evaluation, Release
 from reef.core.wire import Progress, Step, Stepped
 from reef.harness import tree
 from reef.loop.update import ATTEMPTS
+from reef.records import keep
 from reef.releases import Draft, NewPart
 from reef.scenario.serving import rollback
 from reef.trainers import folder
@@ -64,6 +65,16 @@ async def test_nothing_happens_without_enough_experience(world: World) -> None:
     await world.say(1)
     assert await world.settle() == 1
     assert world.head.seq == 1
+
+
+async def test_what_was_erased_since_it_was_read_never_trains(world: World, tmp_path: Path) -> None:
+    (erased,) = await world.say(1)
+    assert await world.settle() == 0  # it is ready, in the learner's memory
+    await asyncio.to_thread(keep.forget, world.store._path, [erased])
+    kept = await world.say(2)
+    await world.update()
+    assert await world.settle() == 1
+    assert set(world.head.consumed["weights"].units) == {f"{receipt}:0" for receipt in kept}
 
 
 async def test_a_second_report_on_a_unit_never_trains(world: World) -> None:

@@ -18,7 +18,7 @@ from reef.core.nouns import Json, Record, Serving
 from reef.core.rpc import Client
 from reef.engines.fake import FakeEngine
 from reef.gateway.auth import Token, Tokens
-from reef.gateway.context import Context, Limits
+from reef.gateway.context import Context, Limits, Target
 from reef.gateway.serve import Server, server
 from reef.records.board import Board
 from reef.records.sqlite import SqliteStore
@@ -75,7 +75,7 @@ class Gateway:
             watch=Watch(self.board),
             chain=self.chain,
             engines={"fake": self.engine},
-            engine_of=lambda name: ("fake", self.engine),
+            route=lambda name, model: Target("fake", self.engine),
             tokens=self.settings.pop("tokens", None) or Tokens(TOKENS),
             ensure_scenario=self.ensure,
             learner=self.learner,

@@ -287,7 +287,7 @@ async def test_what_is_not_there_is_said_with_what_to_do(client):
     for path in ("/reef/scenarios/nope", "/reef/scenarios/nope/records", "/reef/scenarios/nope/reports"):
         said = (await client.get(path)).json()["error"]["message"]
         assert said == "no scenario 'nope'; `reef scenarios` lists them"
-    assert (await client.get("/v2/x")).json()["error"]["message"] == "no route /v2/x; see docs/api.md"
+    assert (await client.get("/v2/x")).json()["error"]["message"] == "no such route; /openapi.json lists them"
 
 
 async def test_status(gateway, client):

@@ -8,7 +8,9 @@ import pytest
 from reef.core import rpc
 from reef.core.nouns import Report
 from reef.core.wire import Done, Wake
-from reef.records import Query
+from reef.engines.fake import FakeEngine
+from reef.records import Query, keep
+from tests.gateway.test_imports import build
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -232,3 +234,98 @@ async def test_malformed_json_says_where(client):
     assert response.status_code == 400
     assert "line 2" in response.json()["error"]["message"]
     assert json.loads(response.content)["error"]["code"] == "invalid_request"
+
+
+def answered(gateway, answer_id, scenario="default", **fields):
+    """A record whose provider's answer had this id."""
+    release = gateway.context.watch.get("default").release_id
+    return build(release, answer_id=answer_id, scenario=scenario, **fields)
+
+
+async def test_an_answer_is_found_by_the_id_inside_it(gateway, client):
+    """Clients that hide headers have only that. Of two with one id it is the newest; also one that looks like ours."""
+    like_ours = f"chatcmpl-{'ab' * 16}"
+    old, new = answered(gateway, "chatcmpl-9xYz"), answered(gateway, "chatcmpl-9xYz")
+    other = answered(gateway, like_ours)
+    await gateway.store.append_all([old, new, other])
+    body = {"references": ["chatcmpl-9xYz", like_ours], "per_receipt": {like_ours: 0.25}, "score": 1}
+    assert (await client.post("/reef/report", json=body)).status_code == 200
+    (report,) = await stored(gateway)
+    assert report.references == (new.id, other.id)
+    assert report.per_receipt == {other.id: 0.25}
+    unknown = await client.post("/reef/report", json={"references": ["chatcmpl-nobody"], "score": 1})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "references")
+
+
+async def test_an_answer_id_is_looked_for_only_where_the_token_may_see(gateway, client):
+    mine, theirs = answered(gateway, "gen-1", scenario="one"), answered(gateway, "gen-1")
+    await client.post("/s/one/v1/chat/completions", json=ASK)  # makes the scenario
+    await gateway.store.append_all([mine, theirs])
+    body = {"references": ["gen-1"], "score": 1}
+    async with gateway.client("t-one") as tenant:
+        assert (await tenant.post("/reef/report", json=body)).json()["scenario"] == "one"
+        only = await tenant.post("/reef/report", json=body, headers={"x-reef-scenario": "default"})
+        assert only.status_code == 403
+    assert (await client.post("/reef/report", json=body)).json()["scenario"] == "default"  # the newer one
+    named = await client.post("/reef/report", json=body, headers={"x-reef-scenario": "one"})
+    assert named.json()["scenario"] == "one"
+
+
+async def test_per_receipt_alone_with_every_form_of_a_reference(gateway, client, receipt):
+    other = answered(gateway, "gen-2")
+    await gateway.store.append(other)
+    body = {"per_receipt": {f"msg_{receipt}": 0.5, "gen-2": -1}, "metrics": {"speed": 2}}
+    assert (await client.post("/reef/report", json=body)).status_code == 200
+    (report,) = await stored(gateway)
+    assert report.references == (receipt, other.id)
+    assert report.per_receipt == {receipt: 0.5, other.id: -1.0}
+
+
+async def test_a_report_while_the_answer_still_streams(run, tmp_path):
+    """case 25: the receipt counts from the moment its header was seen; its choices are not known yet."""
+    async with run(tmp_path, FakeEngine(delay=0.2)) as gateway, gateway.client() as client:
+        async with client.stream("POST", "/v1/chat/completions", json={**ASK, "stream": True}) as response:
+            receipt = response.headers["x-reef-agent-record-id"]
+            assert (await gateway.record(receipt)).status == "open"
+            said = await client.post("/reef/report", json={"score": 1, "choice": 0, "references": [receipt]})
+            assert said.status_code == 200
+            async for _ in response.aiter_bytes():
+                pass
+        assert (await gateway.closed(receipt)).status == "complete"
+        assert [report.references for report in await stored(gateway)] == [(receipt,)]
+
+
+async def test_reports_of_one_moment_have_one_order(gateway, client, receipt, monkeypatch):
+    """case 29: 100 reports with the same time; every read gives the same order, that of the log."""
+    monkeypatch.setattr("reef.gateway.report.time.time", lambda: 1_700_000_000.0)
+    answers = [await client.post("/reef/report", json={"score": n, "references": [receipt]}) for n in range(100)]
+    ids = [answer.json()["agent_record_id"] for answer in answers]
+    reads = [[report.id for report in await gateway.store.reports_on(receipt)] for _ in range(3)]
+    assert reads == [ids] * 3
+    path = "/reef/scenarios/default/reports?limit=100"
+    assert [item["agent_record_id"] for item in (await client.get(path)).json()["reports"]] == ids[::-1]
+
+
+async def test_the_same_report_on_another_day_is_the_same(gateway, client, receipt, monkeypatch):
+    """case 28: an id is the whole key; the time of a retry does not count, a changed value does."""
+    body = {"score": 1, "feedback": "good", "references": [receipt], "agent_record_id": "rep_judge-1"}
+    said = []
+    for now in (1_700_006_399.0, 1_700_006_401.0):  # either side of midnight
+        monkeypatch.setattr("reef.gateway.report.time.time", lambda now=now: now)
+        said.append((await client.post("/reef/report", json=body)).json()["duplicate"])
+    assert said == [False, True]
+    assert (await client.post("/reef/report", json=body | {"feedback": "bad"})).status_code == 409
+    ((report,),) = [await stored(gateway)]
+    assert (report.feedback, report.created_at) == ("good", 1_700_006_399.0)
+
+
+async def test_a_record_erased_while_its_answer_streams_stays_gone(run, tmp_path):
+    async with run(tmp_path, FakeEngine(delay=0.2)) as gateway, gateway.client() as client:
+        async with client.stream("POST", "/v1/chat/completions", json={**ASK, "stream": True}) as response:
+            receipt = response.headers["x-reef-agent-record-id"]
+            await asyncio.to_thread(keep.forget, gateway.state / "records.db", [receipt])
+            body = b"".join([piece async for piece in response.aiter_bytes()])
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert await gateway.store.known([receipt]) == []
+        refused = await client.post("/reef/report", json={"score": 1, "references": [receipt]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "references")

@@ -63,6 +63,14 @@ def test_a_long_payload_has_its_own_slice_wherever_it_is():
     assert len(image) >= LONG
 
 
+def test_a_long_text_is_one_slice_whatever_is_escaped_in_it_and_moves_beside_it():
+    text = 'a "quoted" word, a backslash \\, both \\" and a line\n' * 40
+    first, second = ([{"type": "text", "text": text} | mark] for mark in ({}, {"cache_control": {"type": "ephemeral"}}))
+    one, other = (slices(json.dumps({"messages": [{"role": "user", "content": c}]}).encode()) for c in (first, second))
+    assert json.dumps(text)[1:-1].encode() in one
+    assert json.dumps(text)[1:-1].encode() in other
+
+
 def test_what_is_not_json_is_one_slice():
     body = b"\xff\x00not json at all " * 40
     assert slices(body) == [body]

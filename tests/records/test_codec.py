@@ -44,7 +44,8 @@ def test_any_json_survives(report, feedback):
 def test_content_ignores_times_and_owner_and_nothing_else(record, report):
     one = record(id="a" * 32)
     assert codec.content(one) == codec.content(record(id="a" * 32, owner="x", timing=one.timing.__class__(9.0)))
-    for change in ({"request": b"{}"}, {"rendered": b""}, {"tags": {}}, {"prompt_ids": (1,)}, {"session": "s"}):
+    bodies = ({"request": b"{}"}, {"rendered": b""}, {"reply": b""})
+    for change in (*bodies, {"answer_id": ""}, {"tags": {}}, {"prompt_ids": (1,)}, {"session": "s"}):
         assert codec.content(one) != codec.content(record(id="a" * 32, **change)), change
     first = report("a" * 32, id="rep_1", score=1, feedback={"x": 1, "y": 2})
     again = report("a" * 32, id="rep_1", score=1.0, feedback={"y": 2, "x": 1}, created_at=99.0)

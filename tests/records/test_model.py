@@ -5,6 +5,7 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -41,6 +42,8 @@ fields = st.fixed_dictionaries(
     {
         "request": bodies,
         "rendered": st.none() | bodies,
+        "reply": st.none() | bodies,
+        "answer_id": st.none() | text,
         "choices": st.lists(choices, max_size=3).map(tuple),
         "usage": st.none() | st.builds(Usage, st.integers(0, 99), st.integers(0, 99)),
         "prompt_ids": st.none() | prompts,
@@ -52,6 +55,10 @@ fields = st.fixed_dictionaries(
         "timing": st.builds(Timing, st.floats(0, 1e10), st.none() | st.floats(0, 9)),
     }
 )
+
+
+def _content(entry):
+    return dataclasses.replace(entry, timing=Timing(0.0), owner=None) if isinstance(entry, Record) else entry
 
 
 class Stateful(RuleBasedStateMachine):
@@ -86,7 +93,8 @@ class Stateful(RuleBasedStateMachine):
     def open(self, number, fields):
         one = Record(f"{number:032x}", "default", "r", dialect="chat", status="open", **fields)
         known = one.id in self.model
-        assert self.append(one) == (ConflictError if known else False)
+        again = one.id in self.opened and _content(self.opened[one.id]) == _content(one)
+        assert self.append(one) == (again or ConflictError if known else False)
         if not known:
             self.model[one.id] = self.opened[one.id] = dataclasses.replace(one, owner=self.owner)
             self.log.append(("opened", one.id))
@@ -98,7 +106,8 @@ class Stateful(RuleBasedStateMachine):
         if before is not None and before.status == "open":
             one = dataclasses.replace(one, request=before.request)
         closable = before is None or before.status == "open"
-        assert self.append(one) == (False if closable else ConflictError)
+        again = not closable and _content(before) == _content(one)
+        assert self.append(one) == (False if closable else again or ConflictError)
         if closable:
             self.model[one.id] = one
             self.log.append(("closed", one.id))
@@ -119,6 +128,38 @@ class Stateful(RuleBasedStateMachine):
             self.log.append(("report", one.id))
         else:
             assert self.append(one) is MissingError
+
+    @rule(parts=st.lists(st.tuples(st.integers(0, 11), fields), min_size=1, max_size=4), quoted=st.integers(0, 11))
+    def together(self, parts, quoted):
+        """All of a batch or none of it; its report may quote a record of the same batch."""
+        ids = [f"{number:032x}" for number, _ in parts]
+        batch = [
+            Record(name, "default", "r", dialect="chat", status="complete", **fields)
+            for name, (_, fields) in zip(ids, parts, strict=True)
+        ]
+        batch.append(Report(f"rep_{100 + quoted:032x}", "default", (f"{quoted:032x}",), 1.0, 0.5))
+        model, log, wrong = dict(self.model), list(self.log), None
+        for place, one in enumerate(batch):
+            before = model.get(one.id)
+            if before is not None and getattr(before, "status", None) != "open":
+                if _content(before) != _content(one):
+                    wrong = place, ConflictError
+                    break
+                continue
+            if before is not None and before.request != one.request:
+                wrong = place, ConflictError
+                break
+            if isinstance(one, Report) and one.references[0] not in model:
+                wrong = place, MissingError
+                break
+            model[one.id] = one
+            log.append(("report" if isinstance(one, Report) else "closed", one.id))
+        if wrong is None:
+            self.run(self.store.append_all(batch))
+            self.model, self.log = model, log
+            return
+        with pytest.raises(wrong[1], match=f"entry {wrong[0]}: "):
+            self.run(self.store.append_all(batch))
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

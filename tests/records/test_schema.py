@@ -1,6 +1,8 @@
 """The file: many processes at once on nothing, files that are not ours, folders that cannot be written."""
 
 import asyncio
+import dataclasses
+import json
 import os
 import resource
 import shutil
@@ -12,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from reef.core.errors import StoreError
-from reef.records import schema
+from reef.core.errors import ConflictError, StoreError
+from reef.core.nouns import Choice, Sampling, Span
+from reef.records import Query, schema
 from reef.records.board import Board
 from reef.records.sqlite import SqliteStore
 
@@ -58,6 +61,57 @@ def test_a_half_made_migration_is_made_whole(tmp_path, monkeypatch):
     schema.migrate(path)
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.MIGRATIONS),)
+
+
+async def test_a_file_of_the_first_schema_is_read_searched_and_continued(tmp_path, monkeypatch):
+    path = tmp_path / "records.db"
+    with monkeypatch.context() as older:
+        older.setattr(schema, "MIGRATIONS", schema.MIGRATIONS[:1])
+        schema.migrate(path)
+    with sqlite3.connect(path) as connection:
+        connection.executescript(Path(__file__).with_name("version1.sql").read_text())
+    store = SqliteStore(path, owner="gateway-2-new")
+    await store.start()
+    names = [f"{number:032x}" for number in range(1, 6)]
+    found = await store.get([*names, "rep_" + f"{1:032x}"])
+    for number, one in enumerate(found[:5]):
+        turns = [
+            {"role": "user", "content": f"Question {n} of a session that goes on for a while, in ordinary words."}
+            for n in range(number + 1)
+        ]
+        assert one.request == json.dumps({"model": "m", "messages": turns}).encode()
+        assert (one.tags, one.session, one.timing.received_at) == ({"n": str(number)}, "s", 1_700_000_000.5 + number)
+        assert (one.reply, one.answer_id, one.purpose, one.dialect) == (None, None, "live", "chat")
+    whole = found[2]
+    assert whole.prompt_ids == tuple(range(50, 90))
+    assert whole.choices == (
+        Choice(0, "Answer 2.", "stop", (101, 7, 2), (-0.5, -1.25, -0.0625), (Span(whole.release_id, 0, 3),)),
+    )
+    assert whole.sampling == Sampling(max_tokens=12, seed=3)
+    assert [one.status for one in found[:5]] == ["complete"] * 3 + ["open", "complete"]
+    assert (found[4].rendered, found[5].feedback) == (b'{"messages":[]}', {"why": "wrong"})
+
+    async def numbers(**filters):
+        return [names.index(one.id) for _, one in await store.find(Query("default", **filters))]
+
+    assert await numbers(since=1_700_000_001.5, until=1_700_000_003.5) == [2, 1]
+    assert await numbers(tag=("n", "3")) == [3]
+    assert await numbers(low=0.0) == [0]
+    assert await numbers(high=0.0) == [1]
+    assert len(await store.find(Query("default", kind="report", low=0.5, since=1.0))) == 1
+    for entry in (found[0], found[4], found[5]):  # a retry across the upgrade
+        assert (await store.append(entry)).duplicate
+        with pytest.raises(ConflictError):
+            other = {"feedback": "other"} if entry is found[5] else {"error": "other"}
+            await store.append(dataclasses.replace(entry, **other))
+    assert await store.recover(lambda owner: False) == 1
+    assert (await store.get([names[3]]))[0].status == "interrupted"
+    fresh = dataclasses.replace(whole, id="f" * 32, prompt_ids=(*whole.prompt_ids, 101, 7, 2, 9), request=b"{}")
+    assert (await store.append(fresh)).seq == 9
+    assert await store.get([fresh.id, names[2]]) == [fresh, whole]
+    await store.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT parent FROM records WHERE id = ?", (fresh.id,)).fetchone() == (5,)
 
 
 async def test_a_file_that_is_not_a_database(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from reef.core.errors import ConflictError, InputError, MissingError, StoreError
 from reef.core.nouns import Choice, Sampling, Span, Timing, Usage
-from reef.records import Query, Stored
+from reef.records import Query, Stored, rows
 from reef.records.sqlite import SqliteStore
 
 
@@ -40,6 +40,8 @@ async def test_every_field_round_trips(store, record, report):
         session="s-1",
         client="curl/8",
         upstream_id="chatcmpl-x",
+        answer_id="chatcmpl-y",
+        reply=b'{"id": "resp_1", "output": [{"type": "message"}]}',
         error="broken pipe",
         untrainable="truncated",
         owner="gateway-1-a",
@@ -47,7 +49,7 @@ async def test_every_field_round_trips(store, record, report):
         timing=Timing(5.0),
     )
     plain = record(choices=(), usage=None, prompt_ids=None, sampling=None, request=b"\x00\xff", tags={})
-    none = record(prompt_ids=(), choices=(Choice(0, "x"),))
+    none = record(prompt_ids=(), choices=(Choice(0, "x"),), reply=b"", answer_id="lone \ud800")
     feedback = report(
         full.id,
         plain.id,
@@ -147,11 +149,12 @@ async def test_one_refused_entry_does_not_hurt_its_neighbours(store, record, rep
         report("f" * 32),
         record(prompt_ids=(-1,)),
         record(session="lone \ud800"),
+        record("open", session="lone \ud800"),
         report(known.id),
         record(),
     ]
     results = await asyncio.gather(*(store.append(entry) for entry in entries), return_exceptions=True)
-    kinds = [Stored, ConflictError, MissingError, InputError, InputError, Stored, Stored]
+    kinds = [Stored, ConflictError, MissingError, InputError, InputError, InputError, Stored, Stored]
     assert [type(result) for result in results] == kinds
     assert len(await store.events("default", 0, 10)) == 4
     assert read(store, "SELECT count(*) FROM records") == [(3,)]
@@ -341,6 +344,91 @@ async def test_writers_of_one_file_take_turns(store, tmp_path, record):
     assert max(behind) <= 6, behind
 
 
+async def test_the_log_beside_the_file_stays_short_and_is_gone_after_the_end(tmp_path, record):
+    path = tmp_path / "records.db"
+    store = SqliteStore(path, owner="a")
+    await store.start()
+    longest = 0
+    for number in range(60):
+        entries = [record(request=random.Random(20 * number + i).randbytes(60_000)) for i in range(20)]
+        await asyncio.gather(*(store.append(entry) for entry in entries))
+        longest = max(longest, path.with_name("records.db-wal").stat().st_size)
+    await store.close()
+    assert path.stat().st_size > 60 * 20 * 60_000
+    assert longest < 40 * 1024 * 1024
+    assert not path.with_name("records.db-wal").exists()
+
+
+async def test_streams_in_any_order_with_others(store, record, report):
+    """Openings, closings, whole records and reports of one batch, closings that change what the opening said."""
+    opened = [record("open", session="s", tags={"n": str(n)}) for n in range(90)]
+    await asyncio.gather(*(store.append(entry) for entry in opened))
+    changes = [{}, {"session": "t"}, {"release_id": "d" * 40}, {"tags": {"n": "x"}}, {"purpose": "probe"}]
+    changes += [{"timing": Timing(9.0)}, {"answer_id": "resp_1", "reply": b"{}"}, {"rendered": b"r" * 3000}]
+    closed = [
+        dataclasses.replace(record(id=entry.id, session="s", tags=entry.tags), **changes[n % 8])
+        for n, entry in enumerate(opened)
+    ]
+    others = [record() for _ in range(40)]
+    said = [report(entry.id) for entry in opened[:40]]
+    mixed = [*closed, *others, *said]
+    random.Random(3).shuffle(mixed)
+    results = await asyncio.gather(*(store.append(entry) for entry in mixed))
+    assert not any(result.duplicate for result in results)
+    assert await store.get([entry.id for entry in mixed]) == mixed
+    events = await store.events("default", 90, 999)
+    assert [event.seq for event in events] == list(range(91, 91 + len(mixed)))
+    assert {(event.seq, event.ref) for event in events} == {
+        (result.seq, entry.id) for result, entry in zip(results, mixed, strict=True)
+    }
+    again = await asyncio.gather(*(store.append(entry) for entry in mixed))
+    assert [(one.seq, one.duplicate) for one in again] == [(result.seq, True) for result in results]
+
+
+async def test_what_is_kept_of_open_streams_is_bounded(store, record, monkeypatch):
+    monkeypatch.setattr(rows, "REQUESTS", 250_000)
+    opened = [record("open", request=bytes([n]) * 60_000) for n in range(9)]
+    for entry in opened:
+        await store.append(entry)
+    kept = store._writer._rows
+    assert 0 < kept._held == sum(len(each.record.request) for each in kept._open.values()) <= 250_000
+    for entry in opened:
+        closed = dataclasses.replace(record(id=entry.id), request=entry.request)
+        assert not (await store.append(closed)).duplicate
+        assert await store.get([entry.id]) == [closed]
+    assert (kept._held, len(kept._open)) == (0, 0)
+
+
+async def test_a_stream_that_another_process_closed_is_not_closed_again(store, record, tmp_path):
+    other = SqliteStore(tmp_path / "records.db", owner="recover")
+    await other.start()
+    opened = record("open", owner="gateway-1-test")
+    await store.append(opened)
+    assert await other.recover(lambda owner: False) == 1
+    with pytest.raises(ConflictError, match="already closed"):
+        await store.append(dataclasses.replace(record(id=opened.id), request=opened.request))
+    assert (await store.get([opened.id]))[0].status == "interrupted"
+    await other.close()
+
+
+async def test_what_was_erased_does_not_come_back_and_its_blobs_are_written_again(store, record, report, tmp_path):
+    body = b'{"messages":[%s]}' % b",".join(b'{"content":"%s"}' % (bytes([97 + n]) * 700) for n in range(6))
+    gone, opened, said = record(request=body), record("open", request=body), report("f" * 32)
+    for entry in (gone, opened):
+        await store.append(entry)
+    with sqlite3.connect(tmp_path / "records.db") as connection:
+        connection.executemany("INSERT INTO erased VALUES (?, 1.0)", [(gone.id,), (opened.id,), (said.id,)])
+        for table in ("records", "blobs"):
+            connection.execute(f"DELETE FROM {table}")
+        connection.execute("UPDATE keeping SET generation = generation + 1")
+    for entry in (gone, dataclasses.replace(record(id=opened.id), request=body), said, record("open", id=gone.id)):
+        with pytest.raises(ConflictError, match="erased"):
+            await store.append(entry)
+    fresh = record(request=body, rendered=body)
+    await store.append(fresh)
+    assert await store.get([fresh.id]) == [fresh]
+
+
 # --- trouble ----------------------------------------------------------------------------------------------------------
 
 
@@ -400,7 +488,7 @@ async def test_a_queue_is_bounded_in_bytes_too(tmp_path, record):
 
 
 async def test_damage_is_an_error_of_its_reader_only(store, record):
-    first, second = record(request=b"a" * 500), record(request=b"b" * 500)
+    first, second = record(request=b"a" * 5000), record(request=b"b" * 5000)
     await store.append(first)
     await store.append(second)
     with sqlite3.connect(store._path) as connection:

@@ -14,6 +14,7 @@ import orjson
 
 from reef.core.errors import InputError
 from reef.core.nouns import Json, Sampling
+from reef.engines.local.tools import Offer, read_offer
 
 MAX_CHOICES = 64
 MAX_STOPS = 16
@@ -31,7 +32,7 @@ class Chat:
     choices: int
     logprobs: bool
     top_logprobs: int
-    tools: Json
+    tools: Offer | None
 
 
 def parse(body: bytes) -> Chat:
@@ -55,7 +56,7 @@ def parse(body: bytes) -> Chat:
         choices=read_choices(given),
         logprobs=bool(logprobs),
         top_logprobs=top,
-        tools=_objects(given, "tools", "tools"),
+        tools=read_offer(given),
     )
 
 
@@ -88,13 +89,6 @@ def check_stream(given: dict[str, Any]) -> None:
     if usage is not None and not isinstance(usage, bool):
         place = "stream_options.include_usage"
         raise InputError(f"{place} must be true or false, not {usage!r}", param=place)
-
-
-def _objects(given: dict[str, Any], name: str, place: str) -> Json:
-    value = given.get(name)
-    if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
-        raise InputError(f"{place} must be a list of objects", param=place)
-    return value
 
 
 def _whole(given: dict[str, Any], name: str, low: int, high: int) -> int | None:
@@ -152,7 +146,9 @@ def _messages(value: Json) -> tuple[dict[str, Json], ...]:
         role = message.get("role")
         if role not in ROLES:
             raise InputError(f"{place}.role must be one of {', '.join(ROLES)}, not {role!r}", param=f"{place}.role")
-        _objects(message, "tool_calls", f"{place}.tool_calls")
+        calls = message.get("tool_calls")
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(each, dict) for each in calls)):
+            raise InputError(f"{place}.tool_calls must be a list of objects", param=f"{place}.tool_calls")
         found.append({**message, "role": role, "content": _content(message, place)})
     return tuple(found)
 

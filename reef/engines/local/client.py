@@ -1,6 +1,6 @@
 """The embedded engine seen from another process: the Engine seam over a unix socket, and the answer's bytes.
 
-Knows: the engine's wire messages and how a chat completion looks as JSON and as server-sent events.
+Knows: the engine's wire messages and how a chat completion looks as JSON and as server-sent events, calls included.
 Does not know: torch, the model, or what the caller does with the bytes.
 
 - Nothing is handed out before the engine has accepted the prompt, so a refusal still has a status of its own.
@@ -23,9 +23,11 @@ from reef.core.errors import EngineError, InputError, WireError
 from reef.core.nouns import Choice, Json, Sampling, Span, Usage
 from reef.core.rpc import Client
 from reef.engines import Answer, Ask, Head, Piece
+from reef.engines.local.tools import Call, Sieve, read_offer
 
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+NO_ANSWER = "nothing was drawn: the prompt was only counted"
 DONE = b"data: [DONE]\n\n"
 M = TypeVar("M", bound=wire.Message)
 
@@ -33,11 +35,19 @@ M = TypeVar("M", bound=wire.Message)
 class LocalEngine:
     """Engine over the socket of the engine process. `model` is the name it is asked for; the process names its own."""
 
+    dialects = frozenset({"chat", "count"})
+
     def __init__(self, socket: Path, *, model: str) -> None:
         self._client, self._model = Client(socket), model
 
     async def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
-        """Head, Pieces, Answer; see `engines.Engine`."""
+        """Head, Pieces, Answer; see `engines.Engine`. A count is one terminal piece, `{"input_tokens": n}`."""
+        if ask.dialect == "count":
+            counted = await self._call(wire.Count(body=ask.body), wire.Counted)
+            yield Head(200, _JSON)
+            yield Piece(orjson.dumps({"input_tokens": counted.tokens}), terminal=True)
+            yield Answer(usage=Usage(counted.tokens, 0), model=self._model, untrainable=NO_ANSWER)
+            return
         if ask.dialect != "chat":
             raise InputError(f"the embedded engine answers the chat dialect, not {ask.dialect}")
         request = wire.Generate(release_id=ask.release_id, body=ask.body, priority=ask.priority)
@@ -91,15 +101,23 @@ class LocalEngine:
 
 @dataclass(slots=True)
 class _Part:
-    """One choice as it grows."""
+    """One choice as it grows. `text` and `calls` are what the client sees of the text that was sampled."""
 
+    sieve: Sieve
     text: str = ""
+    calls: list[dict[str, Json]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     content: list[dict[str, Json]] = field(default_factory=list)  # the public log-probs
     told: int = 0  # of `content`, already streamed
     finish_reason: str | None = None
+
+    def message(self) -> dict[str, Json]:
+        """The assistant's message in chat's form."""
+        if self.calls:
+            return {"role": "assistant", "content": self.text or None, "tool_calls": self.calls}
+        return {"role": "assistant", "content": self.text}
 
 
 class Draft:
@@ -108,11 +126,12 @@ class Draft:
     def __init__(self, ask: Ask, begun: wire.Begun) -> None:
         body: dict[str, Any] = orjson.loads(ask.body)
         options = body.get("stream_options")
-        self._stream = ask.stream
+        self._receipt, self._stream = ask.receipt, ask.stream
         self._usage = isinstance(options, dict) and options.get("include_usage") is True
         self._logprobs = body.get("logprobs") is True
         self._begun = begun
-        self._parts = [_Part() for _ in range(body.get("n") or 1)]
+        offer = read_offer(body)
+        self._parts = [_Part(Sieve(offer)) for _ in range(body.get("n") or 1)]
         self._frame: dict[str, Json] = {
             "id": f"chatcmpl-{ask.receipt}",
             "object": "chat.completion.chunk" if ask.stream else "chat.completion",
@@ -131,13 +150,13 @@ class Draft:
         if isinstance(message, wire.Delta):
             part = self._parts[message.choice]
             self._grow(part, message)
-            if self._stream and message.text:
-                return [self._chunk(message.choice, {"content": message.text}, None)]
-            return []
+            return self._add(message.choice, part.sieve.push(message.text))
         if isinstance(message, wire.Finished):
             part = self._parts[message.choice]
-            part.finish_reason = message.finish_reason
-            return [self._chunk(message.choice, {}, message.finish_reason)] if self._stream else []
+            chunks = self._add(message.choice, part.sieve.finish())
+            called = part.calls and message.finish_reason == "stop"
+            part.finish_reason = "tool_calls" if called else message.finish_reason
+            return [*chunks, self._chunk(message.choice, {}, part.finish_reason)] if self._stream else []
         raise EngineError(f"the engine sent {type(message).__name__} in an answer")
 
     def closing(self) -> list[Piece]:
@@ -163,6 +182,7 @@ class Draft:
                     output_ids=tuple(part.ids),
                     logprobs=tuple(part.logprobs),
                     spans=tuple(part.spans),
+                    message=part.message() if part.calls else None,
                 )
                 for index, part in enumerate(self._parts)
             ),
@@ -175,7 +195,6 @@ class Draft:
 
     def _grow(self, part: _Part, delta: wire.Delta) -> None:
         start = len(part.ids)
-        part.text += delta.text
         part.ids += delta.ids
         part.logprobs += delta.logprobs
         if part.spans and part.spans[-1].release_id == delta.release_id:
@@ -184,6 +203,22 @@ class Draft:
             part.spans.append(Span(delta.release_id, start, len(part.ids)))
         if self._logprobs and delta.pieces is not None:
             part.content += _public(delta)
+
+    def _add(self, index: int, items: list[str | Call]) -> list[bytes]:
+        """Adds to a choice what it says and calls; the chunks that tell so."""
+        part, deltas = self._parts[index], list[dict[str, Json]]()
+        for item in items:
+            if isinstance(item, str):
+                part.text += item
+                deltas.append({"content": item})
+                continue
+            # One row of numbers for all choices, which does not depend on the order they call in.
+            number = len(part.calls) * len(self._parts) + index
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": f"call_{self._receipt}_{number}", "type": "function", "function": function}
+            deltas.append({"tool_calls": [{"index": len(part.calls), **call}]})
+            part.calls.append(call)
+        return [self._chunk(index, delta, None) for delta in deltas] if self._stream else []
 
     def _chunk(self, index: int, delta: dict[str, Json], finish: str | None) -> bytes:
         part = self._parts[index]
@@ -197,7 +232,7 @@ class Draft:
     def _choice(self, index: int, part: _Part) -> dict[str, Json]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": part.text, "refusal": None},
+            "message": {**part.message(), "refusal": None},
             "logprobs": {"content": part.content, "refusal": None} if self._logprobs else None,
             "finish_reason": part.finish_reason,
         }

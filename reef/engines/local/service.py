@@ -1,4 +1,4 @@
-"""Answers the engine's messages: Generate, Load, Rate, Ping. Between the socket's event loop and the model's thread.
+"""Answers the engine's messages: Generate, Count, Load, Rate, Ping. Between the socket's loop and the model's thread.
 
 Knows: wire messages, chat bodies, releases on the shelf, jobs for the scheduler.
 Does not know: HTTP, receipts, or the answer's JSON (the client writes that).
@@ -36,6 +36,7 @@ from reef.engines.local.server import Options
 from reef.engines.local.text import LONG, Stream, Text
 
 ENCODERS = 2  # long prompts that are made into tokens at once; others wait, and are not begun once their client left
+COUNTED = 1 << 18  # characters of a prompt that are made into tokens only to be counted
 log = logging.getLogger(__name__)
 
 
@@ -70,6 +71,8 @@ class Service:
     def handle(self, message: wire.Message) -> Awaitable[wire.Message] | AsyncIterator[wire.Message]:
         if isinstance(message, wire.Generate):
             return self._generate(message)
+        if isinstance(message, wire.Count):
+            return self._count(message)
         if isinstance(message, wire.Load):
             return self._load(message)
         if isinstance(message, wire.Rate):
@@ -155,6 +158,19 @@ class Service:
                 param="messages",
             )
         return chat, self._text.fit(self._text.render(chat.messages, chat.tools), self._context)
+
+    async def _count(self, message: wire.Count) -> wire.Message:
+        if len(message.body) < LONG:
+            return wire.Counted(tokens=self._measure(message.body))
+        loop = asyncio.get_running_loop()
+        return wire.Counted(tokens=await loop.run_in_executor(self._encoders, self._measure, message.body))
+
+    def _measure(self, body: bytes) -> int:
+        """Tokens of a request's prompt. Past COUNTED characters by its beginning: far beyond any context here."""
+        chat = parse(body)
+        text = self._text.render(chat.messages, chat.tools)
+        tokens = len(self._text.encode(text[:COUNTED]))
+        return tokens if len(text) <= COUNTED else tokens * len(text) // COUNTED
 
     def _limit(self, chat: Chat, length: int) -> int:
         """Most tokens of the answer: as asked, or a bound; never past the context. ContextError when none is left."""

@@ -10,12 +10,13 @@ Does not know: torch, requests, or how tokens are drawn.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from reef.core.errors import ContextError, InputError
 from reef.core.nouns import Json
 from reef.engines.local.layout import read_json
+from reef.engines.local.tools import Offer, opened, overlap, tell
 
 BROKEN = "�"  # what a decoder writes for bytes that are not (yet) a character
 LONG = 8_000  # characters from which a text is made into tokens without holding the interpreter (and in a thread)
@@ -54,8 +56,8 @@ class Text:
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        source = _template(folder, config)
-        self._tools = "tool" in source
+        source, extra = _templates(folder, config)
+        self._results = "tool" in source  # whether the template is left to show past calls and results
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -64,21 +66,38 @@ class Text:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # as transformers: local time
         try:
             self._template = environment.from_string(source)
+            knowing = extra or source
+            self._calling = environment.from_string(knowing) if re.search(r"\btools\b", knowing) else None
         except TemplateError as error:
             raise InputError(f"{folder}: the chat template cannot be read ({error})", param="model") from None
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._special = {name: _content(config[name]) for name in names if config.get(name) is not None}
 
-    def render(self, messages: Sequence[dict[str, Json]], tools: Json = None) -> str:
-        """The prompt for the next assistant message, exactly as the model's own template writes it."""
+    def render(self, messages: Sequence[dict[str, Json]], tools: Offer | None = None) -> str:
+        """The prompt for the next assistant message, exactly as the model's own template writes it.
+
+        A template that names `tools` gets them; for any other they are told in words, see `tools.tell`.
+        """
         try:
-            degraded = [dict(message) if self._tools else degrade(message) for message in messages]
-            for message in degraded:
-                if message["role"] == "developer":
-                    message["role"] = "system"
-            return self._template.render(messages=degraded, tools=tools, add_generation_prompt=True, **self._special)
+            if tools is None:
+                told = [dict(message) if self._results else degrade(message) for message in messages]
+                return self._fill(self._template, told)
+            if self._calling is None:
+                # Also what the template has of its own for past calls: a model should see one form of them only.
+                return self._fill(self._template, tell(messages, tools))
+            offered = list(tools.sent) if tools.open else None
+            try:
+                return self._fill(self._calling, [opened(message) for message in messages], offered)
+            except TypeError:  # some write arguments down as the text that they are in a request
+                return self._fill(self._calling, [dict(message) for message in messages], offered)
         except Exception as error:  # a template is a program of somebody else's: whatever it raises, it refuses
             raise InputError(f"the model's chat template refuses these messages: {error}", param="messages") from None
+
+    def _fill(self, template: Template, messages: list[dict[str, Json]], tools: Json = None) -> str:
+        for message in messages:
+            if message["role"] == "developer":
+                message["role"] = "system"
+        return template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._special)
 
     def encode(self, text: str) -> list[int]:
         if len(text) < LONG:
@@ -126,24 +145,25 @@ def degrade(message: dict[str, Json]) -> dict[str, Json]:
     return {**message}
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str:
+def _templates(folder: Path, config: dict[str, Any]) -> tuple[str, str]:
+    """The model's chat template, and the one it has for requests with tools; empty: it has none of its own."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
         try:
-            return separate.read_text(encoding="utf-8")
+            return separate.read_text(encoding="utf-8"), ""
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{separate} cannot be read ({error}); fetch the model again", param="model") from None
-    found = config.get("chat_template")
+    found, extra = config.get("chat_template"), None
     if isinstance(found, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found, extra = named.get("default"), named.get("tool_use")
     if not isinstance(found, str):
         raise InputError(
             f"{folder} has no chat template (it may be a base model); use an instruction-tuned model, or put one into "
             "chat_template.jinja",
             param="model",
         )
-    return found
+    return found, extra if isinstance(extra, str) else ""
 
 
 def _content(token: Json) -> str:
@@ -203,14 +223,6 @@ class Stream:
         if places:
             self.stopped, self._held = True, ""
             return text[: min(places)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0

@@ -3,6 +3,7 @@ import gzip
 import json
 import zlib
 
+import brotli
 import httpx
 import openai
 import pytest
@@ -260,6 +261,7 @@ async def test_session_and_tags(gateway, client):
         ("gzip", gzip.compress),
         ("deflate", zlib.compress),
         ("deflate", lambda data: zlib.compress(data, wbits=-15)),
+        ("br", brotli.compress),
         ("zstd", zstandard.compress),
         ("identity", bytes),
     ],

@@ -1,0 +1,127 @@
+"""Which engine answers a scenario's requests, by the configuration and by what the scenario was created with.
+
+Knows: scenarios' settings, aliases, engines by name. Does not know: processes, requests, or how an engine answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reef.cli.bind import engine_names, running
+from reef.cli.process import Boot
+from reef.config import ScenarioSettings, Settings
+from reef.config import check as rules
+from reef.config.file import Place, Where
+from reef.core.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from reef.engines import Engine
+    from reef.gateway.context import Target
+    from reef.records.board import Board
+
+NOTHING = ("record", "reef.recipe.record:RecordRecipe")
+"""Recipes that keep what happens and learn nothing from it."""
+
+
+def nowhere(where: Where) -> Place:
+    return Place("the request")
+
+
+def scenario_of(settings: Settings, name: str, created: Mapping[str, Any]) -> ScenarioSettings:
+    """A scenario as it runs: from the file, or as it was created. ConfigError when that no longer fits the file."""
+    found = rules.scenario(settings, name, created, dict(created), nowhere)
+    running(settings, found)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Known:
+    """A scenario's settings as a gateway needs them. `bound`: it names its engine itself; `recipes` as people write."""
+
+    engine: str
+    model: str | None
+    bound: bool
+    recipes: str
+    learns: bool
+
+
+class Scenarios:
+    """What a gateway needs of each scenario's settings, worked out once. `answering` is each engine's model's name."""
+
+    def __init__(
+        self, settings: Settings, board: Board, engines: Mapping[str, Engine], answering: Mapping[str, str]
+    ) -> None:
+        self._settings = settings
+        self._board = board
+        self._engines = engines
+        self._answering = answering
+        self._known: dict[str, _Known] = {}
+
+    def engine(self, name: str) -> str:
+        return self._find(name).engine
+
+    def recipe(self, name: str) -> str | None:
+        """None when the scenario's settings no longer fit the configuration: the status of the others is not lost."""
+        try:
+            return self._find(name).recipes
+        except ConfigError:
+            return None
+
+    def lenient(self, name: str) -> bool:
+        """Whether its requests are answered also when they cannot be recorded: as configured, else if it learns."""
+        wanted = self._settings.records.on_trouble
+        return wanted == "serve" if wanted is not None else not self._find(name).learns
+
+    def route(self, scenario: str, model: str | None) -> Target:
+        """Who answers a scenario's request for a model.
+
+        Without aliases the scenario's engine answers any name. With them, a name means something: an alias, an
+        engine/model, or what the scenario's engine answers with; a scenario that names its engine answers the rest.
+        """
+        from reef.gateway.context import Target
+
+        own = self._find(scenario)
+        aliases = self._settings.models
+        if aliases and model is not None:
+            engine, slash, name = aliases.get(model, model).partition("/")
+            if slash and name and engine in self._engines:
+                return Target(engine, self._engines[engine], name)
+            if not own.bound and model not in (self._answering[own.engine], own.model):
+                names = ", ".join(dict.fromkeys((*aliases, self._answering[own.engine])))
+                raise ModelError(
+                    f"there is no model {model[:100]!r}; there are {names}, and engine/model with one of the engines "
+                    f"{', '.join(self._engines)}",
+                    param="model",
+                )
+        return Target(own.engine, self._engines[own.engine], own.model)
+
+    def _find(self, name: str) -> _Known:
+        if (found := self._known.get(name)) is None:
+            created = self._board.scenarios().get(name, {})
+            scenario = scenario_of(self._settings, name, created)
+            entry = self._settings.scenarios.get(name)
+            bound = (entry.engine if entry is not None else created.get("engine")) is not None
+            upstream = self._settings.engine(scenario.engine).kind == "upstream"
+            model = scenario.model if upstream and scenario.model != self._settings.reef.model else None
+            names = [use.recipe for use in scenario.recipes]
+            learns = any(name not in NOTHING for name in names)
+            found = _Known(scenario.engine, model, bound, " + ".join(names), learns)
+            self._known[name] = found
+        return found
+
+
+def answering(boot: Boot, settings: Settings) -> dict[str, str]:
+    """The model that each engine answers with: the local one, or what an upstream is asked for; else its own name."""
+    found = {}
+    for name in engine_names(settings):
+        chosen = settings.engine(name)
+        local = boot.model["name"] if boot.model is not None and chosen.kind == "local" else None
+        found[name] = local or chosen.model or name
+    return found
+
+
+def models(boot: Boot, settings: Settings) -> tuple[str, ...]:
+    """What GET /v1/models lists: the engines' models and the aliases."""
+    return tuple(dict.fromkeys((*answering(boot, settings).values(), *settings.models)))

@@ -1,0 +1,115 @@
+"""A provider's stream on its way to the client: its bytes as they came, a reader beside them, the end held back.
+
+Knows: when a stream has ended properly, packed streams, log-probs that do not stand for every token.
+Does not know: how the stream was asked for, or any dialect's events (a `dialect.Reader` is handed in).
+
+- The bytes from the event that ends the stream on are one terminal piece: whoever sends them on decides when.
+- A stream that ends otherwise raises. What came until then has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from reef.core.errors import UpstreamError
+from reef.engines import Ask, Piece
+from reef.engines.decode import GZIP, ZSTD, Decoder
+from reef.engines.dialect import Reader
+from reef.engines.http import Broken, Response
+from reef.engines.sse import Event, Events
+
+MAX_STREAM = 256 * 1024 * 1024  # bytes of one stream
+ENDS = {"chat": "data: [DONE]", "responses": "response.completed", "messages": "message_stop"}
+
+
+class Flow:
+    """A stream passing: its bytes as they came, a reader beside them, the end held back."""
+
+    def __init__(self, host: str, ask: Ask, response: Response, said: Reader) -> None:
+        self.said = said
+        self.scored: int | None = 0 if wants_scores(ask) else None
+        self._host = host
+        self._end = ENDS.get(ask.dialect, "its end")
+        self._response = response
+        self._events = Events()
+        encoding = response.headers.get("content-encoding")
+        self._decoder = Decoder(encoding, MAX_STREAM) if encoding else None
+        self._size = 0
+        self._held: bytes | None = None
+        self._ended = False
+
+    async def next(self) -> Piece | None:
+        """The next bytes, the last of them terminal, then None. UpstreamError when the end is not a proper one."""
+        while self._held is None:
+            data = await self._response.some()
+            if data:
+                found = self._events.feed(self._plain(data))
+            else:
+                last = self._events.finish()
+                found = [] if last is None else [last]
+            passed = self._take(found)
+            if not data and self._held is None:
+                raise UpstreamError(f"{self._host} ended its stream without {self._end}")
+            if passed:
+                return Piece(passed)
+        if self._ended:
+            return None
+        if self.said.error is None and not self.said.finished:
+            raise UpstreamError(f"{self._host} ended its stream without a finish_reason")
+        self._ended = True
+        return Piece(self._held + self._events.rest + await self._rest(), terminal=True)
+
+    def _take(self, found: list[Event]) -> bytes:
+        """Read events; the bytes before the one that ends the stream."""
+        for place, event in enumerate(found):
+            if event.data is None:
+                continue
+            if self.scored is not None:
+                self.scored += count_scores(event.data)
+            if self.said.event(event):
+                self._held = b"".join([item.raw for item in found[place:]])
+                found = found[:place]
+                break
+        return found[0].raw if len(found) == 1 else b"".join([item.raw for item in found])
+
+    def _plain(self, data: bytes) -> bytes:
+        if self._size == 0 and self._decoder is None and data.startswith((GZIP[:1], ZSTD[:1])):
+            self._decoder = Decoder(None, MAX_STREAM)  # packed without saying so: no event begins like this
+        self._size += len(data)
+        if self._size > MAX_STREAM:
+            raise UpstreamError(f"{self._host} streamed more than {MAX_STREAM} bytes")
+        return data if self._decoder is None else self._decoder.feed(data)
+
+    async def _rest(self) -> bytes:
+        """What still comes behind the end, within the moment it takes to see the body's own end."""
+        try:
+            return self._plain(await drain(self._response))
+        except UpstreamError:
+            return b""
+
+
+async def drain(response: Response) -> bytes:
+    """Read on to the end of the body, which usually is there already, so that the connection can be used again."""
+    parts = []
+    try:
+        if not response.read:
+            async with asyncio.timeout(0.02):
+                while data := await response.some():
+                    parts.append(data)
+    except (TimeoutError, Broken):
+        pass
+    return b"".join(parts)
+
+
+def wants_scores(ask: Ask) -> bool:
+    return ask.dialect == "chat" and b'"logprobs"' in ask.body
+
+
+def count_scores(text: str | bytes) -> int:
+    """How many tokens of a chat answer, or of a chunk, have a log-prob."""
+    try:
+        choices = json.loads(text)["choices"]  # reads what strict readers do not, such as -Infinity
+        return sum(len((choice.get("logprobs") or {}).get("content") or ()) for choice in choices)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 0

@@ -1,0 +1,271 @@
+"""GET /openapi.json: every route with its bodies, made from the route tables and the descriptions here.
+
+Knows: OpenAPI 3.1, and each route's parameters, bodies and answers as JSON schemas. Does not know: how a route works.
+A test holds the descriptions against the route tables, so neither has what the other lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import reef
+from reef.gateway.call import Call
+
+if TYPE_CHECKING:
+    from reef.gateway.app import App
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number", "minimum": -1e6, "maximum": 1e6}
+_WHOLE: Schema = {"type": "integer", "minimum": 1}
+_ANY: Schema = {"type": "object"}
+_NAME: Schema = {"type": "string", "pattern": "^[a-z0-9][a-z0-9._-]{0,62}$"}
+_RECEIPT: Schema = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+
+
+def _object(required: tuple[str, ...] = (), /, *, closed: bool = False, **fields: Schema) -> Schema:
+    made: Schema = {"type": "object", "properties": fields}
+    if required:
+        made["required"] = list(required)
+    if closed:
+        made["additionalProperties"] = False
+    return made
+
+
+def _list(of: Schema, **more: Any) -> Schema:
+    return {"type": "array", "items": of, **more}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_MESSAGE = _object(("role",), role=_TEXT)
+_MESSAGES = _list(_MESSAGE, minItems=1)
+_INPUT: Schema = {"anyOf": [{"type": "string", "minLength": 1}, _list(_ANY, minItems=1)]}
+_STREAM: Schema = {"type": "boolean"}
+
+BODIES: Mapping[str, Schema] = {
+    "Chat": _object(("messages",), messages=_MESSAGES, model=_TEXT, stream=_STREAM, max_completion_tokens=_WHOLE),
+    "Responses": _object(("input",), input=_INPUT, model=_TEXT, stream=_STREAM, previous_response_id=_or_null(_TEXT)),
+    "Messages": _object(("messages", "max_tokens"), messages=_MESSAGES, model=_TEXT, max_tokens=_WHOLE, stream=_STREAM),
+    "Counted": _object(("messages",), messages=_MESSAGES, model=_TEXT),
+    "Embeddings": _object(
+        ("input",), input={"anyOf": [{"type": "string", "minLength": 1}, _list({}, minItems=1)]}, model=_TEXT
+    ),
+    "Report": _object(
+        closed=True,
+        references=_list(_TEXT, minItems=1, maxItems=1000),
+        score=_or_null(_NUMBER),
+        metrics={"type": "object", "additionalProperties": _NUMBER},
+        per_receipt={"type": "object", "additionalProperties": _NUMBER},
+        feedback={"type": ["string", "object", "null"]},
+        choice={"type": ["integer", "null"], "minimum": 0},
+        demonstration={"type": ["string", "object", "null"]},
+        metadata={"type": ["object", "null"]},
+        agent_record_id={"type": ["string", "null"], "pattern": "^rep_[A-Za-z0-9_-]{1,64}$"},
+    ),
+    "Import": _ANY,
+    "Imports": _object(("records",), records=_list(_ANY)),
+    "NewScenario": _object(("name",), name=_NAME),
+    "Rollback": _object(
+        ("release_id",),
+        closed=True,
+        release_id={"type": "string", "minLength": 1},
+        reason=_TEXT,
+        expected=_or_null(_TEXT),
+    ),
+}
+"""What routes take. Where extra fields are allowed, they pass to the engine as they are."""
+
+_PAGE = _or_null({"type": ["integer", "string"]})
+_USAGE = _or_null(_ANY)
+ANSWERS: Mapping[str, Schema] = {
+    "Error": _object(
+        ("error",),
+        error=_object(("message", "type"), message=_TEXT, type=_TEXT, code=_or_null(_TEXT), param=_or_null(_TEXT)),
+    ),
+    "AnthropicError": _object(
+        ("type", "error"),
+        type={"const": "error"},
+        error=_object(("type", "message"), type=_TEXT, message=_TEXT),
+        request_id=_TEXT,
+    ),
+    "ChatAnswer": _object(("choices",), id=_TEXT, choices=_list(_ANY), usage=_USAGE),
+    "ResponsesAnswer": _object(("id", "output"), id=_TEXT, output=_list(_ANY), status=_TEXT, usage=_USAGE),
+    "MessagesAnswer": _object(("id", "content"), id=_TEXT, content=_list(_ANY), stop_reason=_or_null(_TEXT)),
+    "Count": _object(("input_tokens",), input_tokens={"type": "integer", "minimum": 0}),
+    "EmbeddingsAnswer": _object(("data",), data=_list(_ANY)),
+    "Models": _object(("object", "data"), object={"const": "list"}, data=_list(_ANY), has_more={"type": "boolean"}),
+    "Model": _object(("id",), id=_TEXT, object=_TEXT),
+    "Reported": _object(
+        ("agent_record_id", "scenario", "request_type", "duplicate"),
+        agent_record_id=_TEXT,
+        scenario=_NAME,
+        request_type={"const": "report"},
+        duplicate={"type": "boolean"},
+    ),
+    "Imported": _ANY,
+    "Scenarios": _object(("scenarios",), scenarios=_list(_ANY)),
+    "Scenario": _object(("name", "release_id"), name=_NAME, release_id=_TEXT),
+    "Records": _object(("records", "next"), records=_list(_ANY), next=_PAGE),
+    "Record": _object(("agent_record_id", "status"), agent_record_id=_RECEIPT, status=_TEXT),
+    "Reports": _object(("reports", "next"), reports=_list(_ANY), next=_PAGE),
+    "Sessions": _object(("sessions", "next"), sessions=_list(_ANY), next=_PAGE),
+    "Session": _ANY,
+    "Releases": _object(("releases", "next"), releases=_list(_ANY), next=_PAGE),
+    "Release": _object(("release_id", "seq"), release_id=_TEXT, seq={"type": "integer"}),
+    "Hello": _object(("name", "version"), name=_TEXT, version=_TEXT),
+    "Document": _object(("openapi", "paths"), openapi=_TEXT, paths=_ANY),
+    "Status": _object(("status",), status=_TEXT),
+}
+
+_AFTER: Schema = {"type": "integer", "minimum": 1}
+_PAGED = {"after": _AFTER, "limit": _WHOLE}
+_WHEN: Schema = {"type": "string"}
+_FILTERS: Mapping[str, Schema] = {
+    "session": _TEXT,
+    "release_id": _TEXT,
+    "status": {"enum": ["open", "complete", "interrupted", "aborted", "failed", "rejected"]},
+    "purpose": {"enum": ["live", "evaluation", "probe", "self"]},
+    "since": _WHEN,
+    "until": _WHEN,
+    "min_score": _NUMBER,
+    "max_score": _NUMBER,
+    "tag": {"type": "string", "description": "name:value"},
+}
+
+Described = tuple[str, str | None, str, Mapping[str, Schema]]
+ROUTES: Mapping[tuple[str, str], Described] = {
+    ("POST", "/v1/chat/completions"): ("OpenAI Chat Completions, JSON and SSE", "Chat", "ChatAnswer", {}),
+    ("POST", "/v1/responses"): ("OpenAI Responses, JSON and SSE", "Responses", "ResponsesAnswer", {}),
+    ("GET", "/v1/responses/{id}"): ("A response that was recorded", None, "ResponsesAnswer", {}),
+    ("POST", "/v1/messages"): ("Anthropic Messages, JSON and SSE", "Messages", "MessagesAnswer", {}),
+    ("POST", "/v1/messages/count_tokens"): ("Count a request's tokens; not recorded", "Counted", "Count", {}),
+    ("POST", "/v1/embeddings"): ("Embeddings, by an engine that has them", "Embeddings", "EmbeddingsAnswer", {}),
+    ("GET", "/v1/models"): ("Models, for both SDK families", None, "Models", {"limit": _WHOLE}),
+    ("GET", "/v1/models/{id}"): ("One model", None, "Model", {}),
+    ("POST", "/reef/report"): ("Feedback that quotes receipts", "Report", "Reported", {}),
+    ("POST", "/reef/records"): ("Import one finished exchange or report", "Import", "Imported", {}),
+    ("POST", "/reef/records/batch"): ("Import many, all or none", "Imports", "Imported", {}),
+    ("GET", "/"): ("Who answers here", None, "Hello", {}),
+    ("GET", "/api/hello"): ("Who answers here", None, "Hello", {}),
+    ("GET", "/healthz"): ("The process answers", None, "Status", {}),
+    ("GET", "/readyz"): ("The next request would be answered and stored", None, "Status", {}),
+    ("GET", "/openapi.json"): ("This document", None, "Document", {}),
+    ("GET", "/metrics"): ("Metrics in Prometheus' text format", None, "text", {}),
+    ("GET", "/reef/status"): ("What is served and learnt", None, "Status", {}),
+    ("GET", "/reef/scenarios"): ("The scenarios a token may see", None, "Scenarios", {}),
+    ("POST", "/reef/scenarios"): ("Create a scenario", "NewScenario", "Scenario", {}),
+    ("GET", "/reef/scenarios/{s}"): ("One scenario", None, "Scenario", {}),
+    ("GET", "/reef/scenarios/{s}/releases"): (
+        "Releases, newest first",
+        None,
+        "Releases",
+        {"after": _TEXT, "limit": _WHOLE},
+    ),
+    ("GET", "/reef/scenarios/{s}/releases/{id}"): ("One release or candidate", None, "Release", {}),
+    ("POST", "/reef/scenarios/{s}/rollback"): ("Serve an earlier release again", "Rollback", "Release", {}),
+    ("GET", "/reef/scenarios/{s}/records"): ("Records, newest first", None, "Records", {**_PAGED, **_FILTERS}),
+    ("GET", "/reef/scenarios/{s}/records/{id}"): ("One record, whole", None, "Record", {}),
+    ("GET", "/reef/scenarios/{s}/reports"): (
+        "Reports, newest first",
+        None,
+        "Reports",
+        {**_PAGED, **{name: _FILTERS[name] for name in ("since", "until", "min_score", "max_score")}},
+    ),
+    ("GET", "/reef/scenarios/{s}/sessions"): ("Sessions, newest first", None, "Sessions", {**_PAGED}),
+    ("GET", "/reef/scenarios/{s}/sessions/{id}"): ("A session's records, oldest first", None, "Session", {**_PAGED}),
+}
+"""(method, path) → what it is for, the name of its body and of its answer, and its query parameters."""
+
+OPEN = {"/", "/api/hello", "/healthz", "/readyz", "/openapi.json"}
+CREATED = {("POST", "/reef/scenarios")}
+_STREAMED = {"Chat", "Responses", "Messages"}
+_STATUSES = {
+    "400": "a field is wrong; `param` names it",
+    "401": "no token, or a wrong one",
+    "403": "the token lacks the right, or is not for this scenario",
+    "404": "no such route, scenario, record, release or model",
+    "405": "the route does not take this method",
+    "408": "the body did not come in time",
+    "409": "same id with other content, or somebody moved first",
+    "413": "the body is too large",
+    "415": "the body's type or encoding is not supported",
+    "429": "too many at once, or a limit of the token; `retry-after` says when",
+    "500": "a fault of Reef's own",
+    "502": "the provider failed",
+    "503": "store or engine not ready; `retry-after` says when",
+    "504": "the provider did not answer in time",
+}
+
+
+async def openapi(app: App, call: Call) -> None:
+    """GET /openapi.json"""
+    await call.json(200, document())
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    """The whole document. The same routes also answer below `/s/{scenario}` where they begin with `/v1`."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), described in ROUTES.items():
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, *described)
+        if path in OPEN and path not in ("/openapi.json",):
+            paths[path]["head"] = {**paths[path]["get"], "operationId": f"head {path}", "responses": _silent(path)}
+    token = {"type": "http", "scheme": "bearer", "description": "or the same token in the header x-api-key"}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Reef", "version": reef.__version__, "description": "An inference server that learns."},
+        "paths": paths,
+        "components": {
+            "schemas": {**BODIES, **ANSWERS},
+            "securitySchemes": {"token": token},
+        },
+    }
+
+
+def _operation(
+    method: str, path: str, summary: str, body: str | None, answer: str, query: Mapping[str, Schema]
+) -> dict[str, Any]:
+    operation: dict[str, Any] = {"operationId": f"{method.lower()} {path}", "summary": summary}
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _NAME if name == "s" else _TEXT}
+        for name in ("s", "id")
+        if f"{{{name}}}" in path
+    ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
+    if path.startswith("/v1/"):
+        parameters.append({"name": "x-reef-scenario", "in": "header", "schema": _NAME})
+    if parameters:
+        operation["parameters"] = parameters
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+    content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
+    if answer == "text":
+        content = {"text/plain": {"schema": _TEXT}}
+    elif body in _STREAMED:
+        content["text/event-stream"] = {}
+    good = "201" if (method, path) in CREATED else "200"
+    responses: dict[str, Any] = {good: {"description": "done", "content": content}}
+    error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    for status, text in _STATUSES.items():
+        responses[status] = {"description": text, "content": {"application/json": {"schema": _ref(error)}}}
+    if path == "/readyz":
+        responses["503"] = {"description": "not ready", "content": {"application/json": {"schema": _ref("Status")}}}
+    operation["responses"] = responses
+    if path not in OPEN:
+        operation["security"] = [{"token": []}]
+    return operation
+
+
+def _silent(path: str) -> dict[str, Any]:
+    statuses = ("200", "503") if path == "/readyz" else ("200",)
+    return {status: {"description": "as GET, without a body"} for status in statuses}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

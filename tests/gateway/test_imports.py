@@ -1,0 +1,285 @@
+"""Finished exchanges and reports from elsewhere: both forms, all or none, and the same again is harmless."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reef.core.ids import new_receipt, new_report
+from reef.core.nouns import Choice, Record, Report, Sampling, Span, Timing, Usage
+from reef.records import Query, keep, raw
+
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def build(release_id, **fields):
+    answer = Choice(0, "It is 4.", "stop", (101, 7, 2), (-0.5, -1.25, -0.0625), (Span(release_id, 0, 3),))
+    whole = Record(
+        id=new_receipt(),
+        scenario="default",
+        release_id=release_id,
+        purpose="live",
+        dialect="chat",
+        status="complete",
+        request=b'{"model":"m",  "messages":[{"role":"user","content":"2+2?"}]}',
+        timing=Timing(1_700_000_000.5, 0.01, 0.2, 0.9),
+        choices=(answer,),
+        usage=Usage(12, 3),
+        prompt_ids=(5, 6, 7),
+        sampling=Sampling(max_tokens=12, seed=3),
+        model_asked="m",
+        session="s1",
+        tags={"team": "blue"},
+    )
+    return dataclasses.replace(whole, **fields)
+
+
+def build_report(*references, **fields):
+    given = {"score": 1.0, **fields}
+    return Report(**{"id": new_report(), "scenario": "default", "created_at": 5.0, "references": references} | given)
+
+
+def lines(*entries):
+    return [json.loads(raw.line(entry)) for entry in entries]
+
+
+async def send(client, *entries, **more):
+    return await client.post("/reef/records/batch", json={"records": list(entries)}, **more)
+
+
+def serving(gateway):
+    return gateway.context.watch.get("default").release_id
+
+
+async def test_our_own_form_comes_back_exactly(gateway, client):
+    record = build(serving(gateway), request=b"\xff\x00 not text", rendered="gerendert é".encode(), reply=b"{}")
+    report = build_report(record.id, per_receipt={record.id: 0.5}, feedback={"why": ["short"]}, metadata={"n": 1})
+    answer = await send(client, *lines(record, report))
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == {
+        "records": [
+            {"agent_record_id": record.id, "request_type": "inference", "scenario": "default"},
+            {"agent_record_id": report.id, "request_type": "report", "scenario": "default"},
+        ],
+        "duplicates": 0,
+    }
+    assert await gateway.store.get([record.id, report.id]) == [record, report]
+    assert (await send(client, *lines(record, report))).json()["duplicates"] == 2
+
+
+async def test_what_the_server_recorded_itself_is_a_duplicate(gateway, client):
+    receipts = []
+    for _ in range(3):
+        receipts.append((await client.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"])
+    await client.post("/reef/report", json={"score": 0.5, "references": receipts})
+    entries = [entry for kind in ("record", "report") for _, entry in await gateway.store.find(Query("default", kind))]
+    answer = await send(client, *lines(*entries))
+    assert (answer.status_code, answer.json()["duplicates"]) == (200, 4)
+
+
+async def test_a_release_of_another_chain_is_replaced_and_the_record_never_trains(gateway, client):
+    record = build("f" * 40)
+    assert (await send(client, *lines(record))).status_code == 200
+    stored = await gateway.record(record.id)
+    assert stored.release_id == serving(gateway)
+    assert stored.untrainable.startswith("imported from another release chain")
+    assert dataclasses.replace(stored, release_id="f" * 40, untrainable=None) == record
+    gateway.publish_rules("Be brief.")  # the present release is another one now: still the same record
+    assert (await send(client, *lines(record))).json()["duplicates"] == 1
+
+
+async def test_tokens_are_kept_only_with_all_of_them(gateway, client):
+    half = dataclasses.replace(build(serving(gateway)), prompt_ids=None)
+    assert (await send(client, *lines(half))).status_code == 200
+    stored = await gateway.record(half.id)
+    assert (stored.untrainable, stored.choices[0].output_ids, stored.choices[0].logprobs) == ("imported", None, None)
+    assert (await send(client, *lines(half))).json()["duplicates"] == 1
+
+
+ENVELOPES = [
+    {
+        "agent_record_id": "sample-1",
+        "request_type": "inference",
+        "payload": {
+            "messages": [{"role": "user", "content": "2+2?"}],
+            "response": {"choices": [{"message": {"role": "assistant", "content": "4"}}]},
+        },
+    },
+    {"agent_record_id": "score-1", "request_type": "report", "payload": {"references": ["sample-1"], "score": 1}},
+]
+
+
+async def test_envelopes_with_ids_of_their_own(gateway, client):
+    answer = await send(client, *ENVELOPES, headers={"x-reef-scenario": "other"})
+    assert answer.status_code == 200, answer.text
+    assert [item["agent_record_id"] for item in answer.json()["records"]] == ["sample-1", "score-1"]
+    ((_, record),) = await gateway.store.find(Query("other"))
+    ((_, report),) = await gateway.store.find(Query("other", kind="report"))
+    assert json.loads(record.request) == {"messages": [{"role": "user", "content": "2+2?"}]}
+    assert (record.choices[0].text, record.purpose, record.untrainable) == ("4", "live", "imported")
+    assert (report.references, report.score) == ((record.id,), 1.0)
+    assert (await send(client, *ENVELOPES, headers={"x-reef-scenario": "other"})).json()["duplicates"] == 2
+    later = {
+        "agent_record_id": "score-2",
+        "request_type": "report",
+        "payload": {"references": ["sample-1"], "score": 0},
+    }
+    assert (await send(client, later, headers={"x-reef-scenario": "other"})).status_code == 200
+    said = await client.post("/reef/report", json={"references": ["sample-1"], "score": 3})
+    assert said.json()["scenario"] == "other"
+
+
+async def test_envelopes_of_the_other_dialects(gateway, client):
+    anthropic = {
+        "id": "msg_abc",
+        "type": "message",
+        "role": "assistant",
+        "model": "claude",
+        "content": [{"type": "text", "text": "four"}],
+        "stop_reason": "end_turn",
+        "usage": {"input_tokens": 3, "output_tokens": 1},
+    }
+    entry = {"agent_record_id": "a", "request_type": "inference", "payload": ASK | {"response": anthropic}}
+    text = {"agent_record_id": "b", "request_type": "inference", "payload": ASK | {"response": "plain"}}
+    pytest.importorskip("reef.engines.dialect.messages")
+    assert (await send(client, entry, text)).status_code == 200
+    found = {record.dialect: record for _, record in await gateway.store.find(Query("default"))}
+    assert found["messages"].choices[0].text == "four"
+    assert found["messages"].answer_id == "msg_abc"
+    assert found["chat"].choices[0].text == "plain"
+
+
+async def test_one_entry(gateway, client):
+    first = await client.post("/reef/records", json=ENVELOPES[0])
+    again = await client.post("/reef/records", json=ENVELOPES[0])
+    assert first.json() == {
+        "agent_record_id": "sample-1",
+        "request_type": "inference",
+        "scenario": "default",
+        "duplicate": False,
+    }
+    assert again.json()["duplicate"] is True
+
+
+def bad(gateway):
+    good = lines(build(serving(gateway)))[0]
+    report = lines(build_report(good["agent_record_id"]))[0]
+    without = {name: value for name, value in good.items() if name != "timing"}
+    return [
+        (3, "records[1]"),
+        ({}, "records[1].agent_record_id"),
+        (good | {"request_type": "x"}, "records[1].request_type"),
+        (good | {"agent_record_id": 4}, "records[1].agent_record_id"),
+        (good | {"scroe": 1}, "records[1].scroe"),
+        (good | {"status": "open"}, "records[1].status"),
+        (good | {"status": "done"}, "records[1].status"),
+        (good | {"request": 4}, "records[1].request"),
+        (good | {"request": {"base64": "%"}}, "records[1].request"),
+        (good | {"choices": [{"index": 0, "text": 4}]}, "records[1].choices[0].text"),
+        (good | {"choices": [{"index": 0, "text": "", "logprobs": [1]}]}, "records[1].choices[0].logprobs"),
+        (good | {"timing": {"received_at": "x"}}, "records[1].timing.received_at"),
+        (without, "records[1].timing"),
+        (report | {"score": True}, "records[1].score"),
+        (report | {"references": []}, "records[1].references"),
+        (report | {"references": ["f" * 32]}, "records[1].references"),
+        (report | {"references": ["nobody"]}, "records[1].references"),
+        (report | {"created_at": "x"}, "records[1].created_at"),
+        (ENVELOPES[0] | {"payload": []}, "records[1].payload"),
+        (ENVELOPES[0] | {"payload": {}}, "records[1].payload.messages"),
+        (ENVELOPES[0] | {"payload": ASK | {"response": 4}}, "records[1].payload.response"),
+        (ENVELOPES[0] | {"mood": 1}, "records[1].mood"),
+        (ENVELOPES[1] | {"payload": {"references": ["sample-9"], "score": 1}}, "records[1].references"),
+    ]
+
+
+async def test_a_bad_entry_is_named_and_nothing_of_its_batch_is_stored(gateway, client):
+    for entry, param in bad(gateway):
+        answer = await send(client, lines(build(serving(gateway)))[0], entry)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (entry, answer.text)
+        assert answer.json()["error"]["message"].startswith("records[1]")
+    assert await gateway.store.find(Query("default")) == []
+
+
+async def test_other_content_under_a_known_id_is_a_conflict(gateway, client):
+    record = build(serving(gateway))
+    await send(client, *lines(record))
+    other = dataclasses.replace(record, model_asked="another")
+    answer = await send(client, *lines(build(serving(gateway)), other))
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (409, "false")
+    assert answer.json()["error"]["message"].startswith(f"records[1]: record {record.id} is already")
+    assert len(await gateway.store.find(Query("default"))) == 1
+
+
+async def test_what_was_erased_is_passed_over(gateway, client):
+    first, second = build(serving(gateway)), build(serving(gateway))
+    alone, both = build_report(first.id), build_report(first.id, second.id, per_receipt={first.id: 0.5})
+    await send(client, *ENVELOPES, *lines(first))
+    ids = [
+        first.id,
+        *(await client.get("/reef/scenarios/default/records")).json()["records"][1]["agent_record_id"].split(),
+    ]
+    keep.forget(gateway.state / "records.db", ids)
+    answer = await send(client, *ENVELOPES, *lines(first, alone, second, both))
+    assert (answer.status_code, answer.json()["duplicates"]) == (200, 4), answer.text
+    assert [record for _, record in await gateway.store.find(Query("default"))] == [second]
+    ((_, left),) = await gateway.store.find(Query("default", kind="report"))
+    assert (left.references, left.per_receipt) == ((second.id,), {})
+
+
+async def test_limits_of_a_batch(gateway, client):
+    for body in ({}, {"records": []}, {"records": {}}, {"records": [ENVELOPES[0]], "more": 1}):
+        assert (await client.post("/reef/records/batch", json=body)).status_code == 400
+    many = [ENVELOPES[0] | {"agent_record_id": f"n{n}"} for n in range(1001)]
+    assert (await send(client, *many)).json()["error"]["message"] == "1001 records; the limit is 1000 in a batch"
+    assert (await send(client, *many[:1000])).status_code == 200
+    large = ENVELOPES[0] | {"payload": ASK | {"response": "x" * 9_000_000}}
+    assert (await send(client, large)).status_code == 200
+    assert (await send(client, large | {"payload": ASK | {"response": "x" * 11_000_000}})).status_code == 413
+
+
+async def test_rights_and_scenarios(gateway, client):
+    async with gateway.client("t-infer") as app:
+        assert (await send(app, ENVELOPES[0])).status_code == 403
+    async with gateway.client("t-one") as tenant:
+        assert (await send(tenant, ENVELOPES[0])).status_code == 403  # the default scenario is not theirs
+        assert (await send(tenant, ENVELOPES[0] | {"scenario": "one"})).json()["records"][0]["scenario"] == "one"
+    mixed = [ENVELOPES[0] | {"scenario": name} for name in ("one", "two")]
+    assert (await send(client, *mixed)).json()["error"]["message"].startswith("the entries are of several scenarios")
+
+
+text = st.text(max_size=12) | st.just("\ud800 lone")
+record_lines = st.builds(
+    lambda request, reply, said, ids, tags, untrainable, error: build(
+        "c" * 40,
+        request=request,
+        reply=reply,
+        choices=(Choice(0, said, None, ids, tuple(-float(n) for n in ids), message={"role": "assistant", "x": said}),),
+        tags=tags,
+        untrainable=untrainable,
+        error=error,
+    ),
+    st.binary(max_size=40) | text.map(lambda value: value.encode("utf-8", "surrogatepass")),
+    st.none() | st.binary(max_size=20),
+    text,
+    st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    st.dictionaries(st.sampled_from("abc"), text, max_size=2),
+    st.none() | text,
+    st.none() | text,
+)
+
+
+@given(record_lines)
+@settings(max_examples=150, deadline=None)
+def test_a_line_reads_back_as_the_record_it_was(record):
+    body = raw.load(raw.line(record))
+    made = raw.read_record(body, receipt=record.id, scenario=record.scenario, release_id=record.release_id)
+    assert made == record
+
+
+def test_log_probs_that_json_has_no_numbers_for():
+    infinite = Choice(0, "x", "stop", (1, 2), (float("-inf"), -1.0))
+    record = build("c" * 40, choices=(infinite,))
+    body = json.loads(raw.line(record), parse_constant=pytest.fail)
+    assert raw.read_record(body, receipt=record.id, scenario="default", release_id="c" * 40) == record

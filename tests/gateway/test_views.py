@@ -1,0 +1,128 @@
+"""Pages and filters of records and reports, and sessions."""
+
+import dataclasses
+
+import pytest
+
+from reef.gateway.views import moment
+from tests.gateway.test_imports import build, build_report
+
+DAY = 86400.0
+PATH = "/reef/scenarios/default"
+
+
+@pytest.fixture
+async def filled(gateway):
+    """Five records of three sessions, a day apart; n has score n/4 by its own report."""
+    release = gateway.context.watch.get("default").release_id
+    made = []
+    for n in range(5):
+        record = build(
+            release,
+            session=("a", "b/c d", None)[n % 3],
+            tags={"team": f"t{n % 2}"},
+            status="aborted" if n == 4 else "complete",
+            purpose="evaluation" if n == 3 else "live",
+        )
+        made.append(dataclasses.replace(record, timing=dataclasses.replace(record.timing, received_at=n * DAY)))
+    await gateway.store.append_all(made)
+    reports = [build_report(record.id, score=n / 4, created_at=n * DAY) for n, record in enumerate(made)]
+    await gateway.store.append_all(reports)
+    return [record.id for record in made], [report.id for report in reports]
+
+
+async def ask(client, path, kind="records", **given):
+    answer = await client.get(f"{PATH}/{path}", params=given)
+    assert answer.status_code == 200, answer.text
+    return [item["agent_record_id"] for item in answer.json()[kind]]
+
+
+async def test_filters_of_records(client, filled, gateway):
+    ids, _ = filled
+    for given, wanted in [
+        ({}, (4, 3, 2, 1, 0)),
+        ({"session": "a"}, (3, 0)),
+        ({"session": "b/c d"}, (4, 1)),
+        ({"status": "aborted"}, (4,)),
+        ({"purpose": "evaluation"}, (3,)),
+        ({"tag": "team:t1"}, (3, 1)),
+        ({"tag": "team:t1", "session": "a"}, (3,)),
+        ({"tag": "team:"}, ()),
+        ({"since": 2 * DAY}, (4, 3, 2)),
+        ({"until": "1970-01-03"}, (1, 0)),
+        ({"since": "1970-01-02T00:00:00Z", "until": "1970-01-04T01:00:00+01:00"}, (2, 1)),
+        ({"min_score": 0.5}, (4, 3, 2)),
+        ({"max_score": 0.25}, (1, 0)),
+        ({"min_score": 0.25, "max_score": 0.5}, (2, 1)),
+        ({"release_id": gateway.context.watch.get("default").release_id, "limit": 2}, (4, 3)),
+        ({"release_id": "f" * 40}, ()),
+    ]:
+        assert await ask(client, "records", **given) == [ids[n] for n in wanted], given
+
+
+async def test_filters_of_reports(client, filled):
+    _, ids = filled
+    for given, wanted in [
+        ({}, (4, 3, 2, 1, 0)),
+        ({"min_score": 0.75}, (4, 3)),
+        ({"since": DAY, "until": 3 * DAY}, (2, 1)),
+    ]:
+        assert await ask(client, "reports", "reports", **given) == [ids[n] for n in wanted], given
+
+
+async def test_pages_join_without_gaps(client, filled):
+    ids, _ = filled
+    for path, extra in (("records", {}), ("records", {"min_score": 0}), ("records", {"since": 0})):
+        seen, after = [], None
+        while True:
+            page = (
+                await client.get(f"{PATH}/{path}", params={"limit": 2, **extra} | ({"after": after} if after else {}))
+            ).json()
+            seen += [item["agent_record_id"] for item in page["records"]]
+            if (after := page["next"]) is None:
+                break
+        assert seen == ids[::-1]
+
+
+async def test_sessions(client, filled):
+    ids, _ = filled
+    page = (await client.get(f"{PATH}/sessions", params={"limit": 1})).json()
+    (first,) = page["sessions"]
+    assert (first["session"], first["count"], first["first_at"], first["last_at"]) == ("b/c d", 2, DAY, 4 * DAY)
+    rest = (await client.get(f"{PATH}/sessions", params={"after": page["next"]})).json()
+    assert ([item["session"] for item in rest["sessions"]], rest["next"]) == (["a"], None)
+    one = (await client.get(f"{PATH}/sessions/b%2Fc%20d", params={"limit": 1})).json()
+    assert (one["session"], [item["agent_record_id"] for item in one["records"]]) == ("b/c d", [ids[1]])
+    assert await ask(client, "sessions/b%2Fc%20d", after=one["next"]) == [ids[4]]
+    assert await ask(client, "sessions/a") == [ids[0], ids[3]]
+    missing = await client.get(f"{PATH}/sessions/zzz")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "session")
+
+
+async def test_wrong_parameters_are_named(client, filled):
+    for path, given, param in [
+        ("records", {"sesion": "a"}, "sesion"),
+        ("records", {"dialect": "chat"}, "dialect"),
+        ("records", {"status": "done"}, "status"),
+        ("records", {"tag": "team"}, "tag"),
+        ("records", {"since": "yesterday"}, "since"),
+        ("records", {"until": "nan"}, "until"),
+        ("records", {"min_score": "inf"}, "min_score"),
+        ("records", {"max_score": "x"}, "max_score"),
+        ("records", {"limit": "0"}, "limit"),
+        ("records", {"after": "-1"}, "after"),
+        ("reports", {"session": "a"}, "session"),
+        ("sessions", {"status": "open"}, "status"),
+        ("sessions/a", {"tag": "x:y"}, "tag"),
+    ]:
+        answer = await client.get(f"{PATH}/{path}", params=given)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (given, answer.text)
+    message = (await client.get(f"{PATH}/reports?session=a")).json()["error"]["message"]
+    assert message.endswith("there are: after, limit, since, until, min_score, max_score")
+
+
+def test_moments():
+    assert moment("12.5", "since") == 12.5
+    assert moment("1970-01-01T00:01", "since") == 60.0
+    assert moment("1970-01-01 00:01", "since") == 60.0
+    assert moment("1970-01-01T01:00:00 01:00", "since") == 0.0  # a plus that became a space
