@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.reef-ready
+CLIENTS := .clients/.ready
 # Where CPU builds of torch are published; set TORCH_INDEX= to another index for a CUDA build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup serve test soak check bench clean
+.PHONY: setup clients serve test soak check bench clean
 
 setup: $(STAMP)
 
@@ -22,10 +23,24 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m reef.engines.local.folder
 	@touch $@; echo "setup done"
 
+clients: $(CLIENTS)
+
+# What the tests in tests/clients/ drive: Python clients and command-line agents, apart from the product's environment.
+# Both halves are installed at once; no lock file, since npm's would name the registry of the machine that wrote it.
+$(CLIENTS): tests/clients/requirements.txt tests/clients/constraints.txt tests/clients/package.json
+	@command -v npm >/dev/null || { echo "the tests of real clients need npm and node 20 or newer; without: $(BIN)/pytest -m 'not clients and not soak'" >&2; exit 1; }
+	@mkdir -p .clients/node; cp tests/clients/package.json .clients/node/; rm -f $@
+	@echo "clients: four agents from npm, eight Python packages"; \
+	  (cd .clients/node && npm install --no-package-lock --no-audit --no-fund --loglevel=error) & npm=$$!; \
+	  { test -x .clients/venv/bin/python || $(PYTHON) -m venv .clients/venv; } && \
+	  .clients/venv/bin/python -m pip install --quiet --requirement tests/clients/requirements.txt --constraint tests/clients/constraints.txt; \
+	  pip=$$?; wait $$npm && test $$pip = 0
+	@touch $@; echo "clients done"
+
 serve: $(STAMP)
 	@exec $(BIN)/reef serve
 
-test: $(STAMP)
+test: $(STAMP) $(CLIENTS)
 	$(BIN)/python -m pytest
 
 soak: $(STAMP)
@@ -40,5 +55,5 @@ bench: $(STAMP)
 	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find reef recipes tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
