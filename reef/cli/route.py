@@ -58,6 +58,7 @@ class Scenarios:
         self._engines = engines
         self._answering = answering
         self._known: dict[str, _Known] = {}
+        self._targets: dict[str, Target] = {}  # scenarios' own engines
 
     def engine(self, name: str) -> str:
         return self._find(name).engine
@@ -82,8 +83,10 @@ class Scenarios:
         """
         from reef.gateway.context import Target
 
-        own = self._find(scenario)
         aliases = self._settings.models
+        if not aliases and (target := self._targets.get(scenario)) is not None:
+            return target
+        own = self._find(scenario)
         if aliases and model is not None:
             engine, slash, name = aliases.get(model, model).partition("/")
             if slash and name and engine in self._engines:
@@ -95,7 +98,8 @@ class Scenarios:
                     f"{', '.join(self._engines)}",
                     param="model",
                 )
-        return Target(own.engine, self._engines[own.engine], own.model)
+        target = self._targets[scenario] = Target(own.engine, self._engines[own.engine], own.model)
+        return target
 
     def _find(self, name: str) -> _Known:
         if (found := self._known.get(name)) is None:

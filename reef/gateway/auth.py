@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from reef.core.errors import AuthError, RightError
+from reef.gateway.lines import Lines
 from reef.records.tokens import RIGHTS, Grant, Quota, digest
 
 __all__ = ["RIGHTS", "Quota", "Token", "Tokens"]
@@ -26,7 +27,6 @@ __all__ = ["RIGHTS", "Quota", "Token", "Tokens"]
 log = logging.getLogger(__name__)
 _sha256, _same = hashlib.sha256, hmac.compare_digest
 _FREE = Quota()
-_LINES = 10  # about refusals in one second
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Tokens:
         self._known = self._fixed
         self._seen: dict[bytes, _Known] = {}  # by digest; holds no secret, and nothing that was not found
         self._free = Token("anybody") if free else None
-        self._second, self._lines = 0, 0
+        self._lines = Lines(log, "refused %d more requests without a right token")
 
     def refresh(self, grants: Iterable[Grant]) -> None:
         """The table's rows as they are now. Takes effect with the next request."""
@@ -114,7 +114,7 @@ class Tokens:
             if (refused := found.refusal()) is None:
                 return found.token
             why = refused
-        self._tell(why, route, client)
+        self._lines.tell(route, client, why)
         if found is not None:
             raise AuthError(f"{why}; use another, or make one: reef token create NAME")
         raise AuthError(
@@ -133,17 +133,6 @@ class Tokens:
         if found is not None:
             self._seen[made] = found
         return found
-
-    def _tell(self, why: str, route: str, client: object) -> None:
-        second = int(time.monotonic())
-        if second != self._second:
-            if self._lines > _LINES:
-                log.warning("refused %d more requests without a right token", self._lines - _LINES)
-            self._second, self._lines = second, 0
-        self._lines += 1
-        if self._lines <= _LINES:
-            address = client[0] if isinstance(client, tuple | list) and client else "unknown"
-            log.warning("refused %s from %s: %s", route or "a request", address, why, extra={"route": route or None})
 
 
 def _known(grant: Grant) -> _Known:

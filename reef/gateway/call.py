@@ -17,12 +17,14 @@ import orjson
 from reef.core.errors import InputError, ReefError
 from reef.gateway.auth import Token
 from reef.gateway.errors import Refusal, body_of, headers_of, message_of, status_of
+from reef.gateway.lines import Lines
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 log = logging.getLogger(__name__)
+_large = Lines(log, "refused %d more requests with too large bodies")
 _NOBODY = Token("nobody", frozenset())
 
 
@@ -145,6 +147,8 @@ class Call:
             log.error("%s failed inside", self.route, exc_info=error, extra={"receipt": receipt, "route": self.route})
         elif message_of(error) != error.message:
             log.error("%s: %s", self.route, error.message, extra={"receipt": receipt, "route": self.route})
+        elif status == 413:
+            _large.tell(self.route, self.scope.get("client"), error.message)
         await self.json(status, body_of(error, self.dialect, receipt), headers_of(error, status) | dict(headers or {}))
 
     def drop(self, why: str) -> None:

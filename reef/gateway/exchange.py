@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -52,13 +52,15 @@ log = logging.getLogger(__name__)
 class Exchange:
     """One request on its way through an engine. `begun` is the performance counter at arrival.
 
-    `ask` starts the engine's work. `record` is as it would be opened; `capture` False: nothing of it is stored.
+    `ask` starts the engine's work. `facts` are the fields of its record that are known from the start; the record is
+    made of them when it ends (frozen ones are costly to copy). `capture` False: nothing of it is stored.
     """
 
     app: App
     call: Call
     ask: Callable[[], Items]
-    record: Record
+    facts: dict[str, Any]
+    received_at: float
     streamed: bool
     capture: bool
     begun: float
@@ -67,6 +69,7 @@ class Exchange:
     first: float | None = None
     head: Head | None = None
     answer: Answer | None = None
+    record: Record | None = None  # as it ended
     worked: float = 0.0  # seconds until the engine was done
     commit: float = 0.0  # seconds spent waiting for the store
     sent: int = 0
@@ -81,7 +84,20 @@ class Exchange:
     @property
     def receipt(self) -> str | None:
         """The exchange's receipt, if it has (or will have) one."""
-        return self.record.id if self.capture and not self.lost else None
+        return self.id if self.capture and not self.lost else None
+
+    @property
+    def id(self) -> str:
+        return str(self.facts["id"])
+
+    @property
+    def dialect(self) -> str:
+        return str(self.facts["dialect"])
+
+    @property
+    def lenient(self) -> bool:
+        """Whether its scenario is answered also when the store cannot write."""
+        return self.app.context.lenient(self.facts["scenario"])
 
     @property
     def tokens(self) -> int | None:
@@ -90,7 +106,8 @@ class Exchange:
             return self.answer.usage.prompt_tokens + self.answer.usage.completion_tokens
         if self.first is None or self.status >= 400:
             return None
-        return (len(self.record.request) + sum(len(choice.text) for choice in self.record.choices)) // 4
+        said = self.record.choices if self.record is not None else ()
+        return (len(self.facts["request"]) + sum(len(choice.text) for choice in said)) // 4
 
     async def whole(self) -> None:
         """Not streamed: the engine's answer, one insert, then the answer to the client."""
@@ -117,7 +134,7 @@ class Exchange:
 
     async def stream(self) -> None:
         """Streamed: opened while the engine begins, closed before the end marker leaves."""
-        opening = asyncio.ensure_future(self._store(self.record)) if self.capture else None
+        opening = asyncio.ensure_future(self._store(self._begun())) if self.capture else None
         sent: list[bytes] = []
         held: list[bytes] = []
         try:
@@ -252,7 +269,7 @@ class Exchange:
             await self._refuse(error)
             return
         await self._settle(opening, "interrupted", error.message, sent)
-        if self.record.dialect != "messages" or self.call.dropped:
+        if self.dialect != "messages" or self.call.dropped:
             self.call.drop(error.message)
             return
         body = orjson.dumps(body_of(error, "anthropic", self.receipt))
@@ -269,7 +286,7 @@ class Exchange:
         try:
             await asyncio.shield(opening)
         except StoreError:
-            if not self.app.context.lenient(self.record.scenario):
+            if not self.lenient:
                 raise
             self.lost = True
         finally:
@@ -289,7 +306,7 @@ class Exchange:
         An answer that did not end is kept as far as it was sent; its tokens are not known for sure, so it never trains.
         """
         if status != "complete":
-            said = read(self.record.dialect, b"".join(sent), stream=True)
+            said = read(self.dialect, b"".join(sent), stream=True)
             self.answer = Answer(said.choices(), usage=said.usage, model=said.model, id=said.id)
         try:
             await self._opened(opening)
@@ -316,7 +333,7 @@ class Exchange:
         try:
             await self._store(record)
         except StoreError as failure:
-            lenient = self.app.context.lenient(record.scenario)
+            lenient = self.lenient
             if not lenient and self.call.started:
                 self.app.spool.put(replace(record, status="interrupted", error=failure.message, untrainable=_LATE))
             if not lenient and (status == "complete" or self.call.started):
@@ -332,25 +349,40 @@ class Exchange:
         left = self.app.context.limits.store_seconds
         if not self.call.started:  # a client waits for its first byte no longer than that in all
             left -= self.commit
+        task, late = asyncio.current_task(), False
+        assert task is not None
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = task.get_loop().call_later(left, give_up)  # asyncio.timeout would cost each request four times as much
         try:
-            async with asyncio.timeout(left):
-                await self.app.context.store.append(record)
+            await self.app.context.store.append(record)
         except ConflictError:
             erased = getattr(self.app.context.store, "erased", None)
             if erased is None or not await erased([record.id]):
                 raise  # else it was erased on request while it ran: its client still gets the answer's end
-        except TimeoutError:
+        except asyncio.CancelledError:
+            if not late or task.uncancel() > 0:
+                raise
             raise StoreError("the record store did not answer in time; look at its disk, then retry") from None
+        finally:
+            timer.cancel()
+
+    def _begun(self) -> Record:
+        """The record as it is opened."""
+        return Record(**self.facts, status="open", timing=Timing(self.received_at))
 
     def _ended(self, status: Status, error: str | None) -> Record:
         """The record of the exchange as it ended."""
         answer = self.answer or Answer()
         last = time.perf_counter() - self.begun
-        opened = self.record
-        return replace(
-            opened,
+        return Record(
+            **self.facts,
             status=status,
-            timing=Timing(opened.timing.received_at, self.asked, self.first, last),
+            timing=Timing(self.received_at, self.asked, self.first, last),
             reply=answer.reply if status == "complete" else None,
             choices=answer.choices or (),
             usage=answer.usage,
@@ -358,14 +390,14 @@ class Exchange:
             sampling=answer.sampling,
             model_answered=answer.model,
             upstream_id=self.head.upstream_id if self.head else None,
-            answer_id=answer.id if answer.id is not None and opened.id not in answer.id else None,
+            answer_id=answer.id if answer.id is not None and self.id not in answer.id else None,
             error=error,
             untrainable=untrainable(status, answer),
         )
 
     def _observe(self) -> None:
         """Metrics and, for a person who looks, a line in the log."""
-        record = self.record
+        record = self.record or self._ended("interrupted", "the gateway failed inside")
         whole = time.perf_counter() - self.begun
         self.app.metrics.exchange(
             scenario=record.scenario,
@@ -388,7 +420,7 @@ class Exchange:
     def _headers(self, *, relay: bool = False) -> dict[str, str]:
         """Reef's headers; with `relay` the engine's too."""
         headers: dict[str, str] = {}
-        record, head = self.record, self.head
+        facts, head = self.facts, self.head
         if head is not None:
             if relay:
                 for name, value in head.headers.items():
@@ -399,10 +431,10 @@ class Exchange:
         if self.lost:
             headers["x-reef-recorded"] = "false"
         elif self.capture:
-            name = "request-id" if record.dialect == "messages" else "x-request-id"
-            headers["x-reef-agent-record-id"] = headers[name] = record.id
-        headers["x-reef-release-id"] = record.release_id
-        headers["x-reef-scenario"] = record.scenario
+            name = "request-id" if facts["dialect"] == "messages" else "x-request-id"
+            headers["x-reef-agent-record-id"] = headers[name] = facts["id"]
+        headers["x-reef-release-id"] = facts["release_id"]
+        headers["x-reef-scenario"] = facts["scenario"]
         return headers
 
 

@@ -19,7 +19,7 @@ import orjson
 
 from reef.core.errors import InputError
 from reef.core.ids import new_receipt
-from reef.core.nouns import Json, Purpose, Record, Timing
+from reef.core.nouns import Json, Purpose
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import translate
 from reef.gateway import responses
@@ -94,22 +94,20 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
     if dialect == "responses" and body.get("previous_response_id") is not None:
         earlier = await responses.earlier(app, call, serving.scenario, body, target.engine)
     rendered, start = _plan(ask, body, earlier, target, shelved.rules)
-    record = Record(
-        id=receipt,
-        scenario=serving.scenario,
-        release_id=release_id,
-        purpose=purpose,
-        dialect=dialect,
-        status="open",
-        request=data,
-        timing=Timing(received_at),
-        rendered=rendered,
-        model_asked=body.get("model"),
-        session=session_of(call.headers, body),
-        tags=tags_of(call.headers),
-        client=call.headers.get("user-agent"),
-    )
-    exchange = Exchange(app, call, start, record, stream, capture, begun)
+    facts = {
+        "id": receipt,
+        "scenario": serving.scenario,
+        "release_id": release_id,
+        "purpose": purpose,
+        "dialect": dialect,
+        "request": data,
+        "rendered": rendered,
+        "model_asked": body.get("model"),
+        "session": session_of(call.headers, body),
+        "tags": tags_of(call.headers),
+        "client": call.headers.get("user-agent"),
+    }
+    exchange = Exchange(app, call, start, facts, received_at, stream, capture, begun)
     lease = app.meter.reserve(call.token, _estimate(data, body))
     try:
         await exchange.run()

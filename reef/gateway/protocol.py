@@ -12,6 +12,7 @@ Knows: bytes of a request's head, one connection at a time. Does not know: route
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -19,12 +20,14 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from reef.gateway.leash import KEY, Line
+from reef.gateway.lines import Lines
 
 HEADER_BYTES = 64 * 1024
 HEADERS = 256
 DISCARDED = 80 * 1024 * 1024
 HEAD = 60.0  # seconds from a connection, or a head's first byte, to the head's end
 STOPPING = 1.0  # seconds a stop waits for the rest of a request's body
+_refusals = Lines(logging.getLogger(__name__), "refused %d more requests with too large headers")
 
 
 class Protocol(HttpToolsProtocol):
@@ -165,6 +168,7 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self) -> None:
         text = f"the headers are larger than {self.header_bytes} bytes, or more than {self.header_count}; send less"
+        _refusals.tell("", self.client, text)
         self._write(431, "headers_too_large", text)
 
     def _write(self, status: int, code: str, message: str, kind: str = "invalid_request_error") -> None:

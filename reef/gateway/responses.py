@@ -53,7 +53,7 @@ async def earlier(app: App, call: Call, scenario: str, body: Mapping[str, Any], 
     parts: list[list[Json]] = []
     while wanted is not None:
         record = await _find(app, scenario, wanted)
-        if native and not parts and (record is None or record.answer_id == wanted):
+        if native and not parts and (record is None or (record.answer_id == wanted and _same(app, record, engine))):
             return []  # the provider's own: it knows what came before
         if record is None or not _kept(record):
             raise _Lost(f"no response {wanted[:80]!r} to go on from", param="previous_response_id")
@@ -92,6 +92,14 @@ async def _find(app: App, scenario: str, wanted: str) -> Record | None:
             return found
     page = await app.context.store.find(Query(scenario, limit=1, answer_id=wanted))
     return next((entry for _, entry in page if isinstance(entry, Record)), None)
+
+
+def _same(app: App, record: Record, engine: Engine) -> bool:
+    """Whether a record's answer came from this engine, as far as routes are what they were: others do not know it."""
+    try:
+        return app.context.route(record.scenario, record.model_asked).engine is engine
+    except MissingError:
+        return False
 
 
 def _kept(record: Record) -> bool:

@@ -6,6 +6,7 @@ Does not know: transcripts. A request that names no session is joined by its tra
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -26,19 +27,26 @@ _TURN_TAGS = {"turn_id": "turn-id", "root_turn_id": "root-turn-id", "agent_name"
 _TURN_TAGS |= {"request_kind": "request-kind"}
 _TAG = "x-reef-tag-"
 _IN_USER_ID = re.compile(r"session_([A-Za-z0-9-]{8,})$")
-MOST = 512  # characters of a session's name that are kept
+MOST = 512  # characters of a session's name; a longer one ends in a digest, so that no two become one
 
 
 def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
     """The first of: a session header, `metadata.user_id`'s session, `prompt_cache_key`; None when there is none."""
     for name in _HEADERS:
         if value := headers.get(name):
-            return value[:MOST]
+            return _fit(value)
     metadata = body.get("metadata")
     if isinstance(metadata, dict) and (session := _in_user_id(metadata.get("user_id"))):
-        return session[:MOST]
+        return _fit(session)
     key = body.get("prompt_cache_key")
-    return key[:MOST] if isinstance(key, str) and key else None
+    return _fit(key) if isinstance(key, str) and key else None
+
+
+def _fit(name: str) -> str:
+    if len(name) <= MOST:
+        return name
+    made = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{name[: MOST - len(made) - 1]}-{made}"
 
 
 def tags_of(headers: Mapping[str, str]) -> dict[str, str]:

@@ -75,12 +75,15 @@ class Gateway:
             watch=Watch(self.board),
             chain=self.chain,
             engines={"fake": self.engine},
-            route=lambda name, model: Target("fake", self.engine),
             tokens=self.settings.pop("tokens", None) or Tokens(TOKENS),
             ensure_scenario=self.ensure,
             learner=self.learner,
             engine_ready=self.engine.ready,
-            **{"limits": Limits(drain_seconds=5), **self.settings},
+            **{
+                "limits": Limits(drain_seconds=5),
+                "route": lambda name, model: Target("fake", self.engine),
+                **self.settings,
+            },
         )
         sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
