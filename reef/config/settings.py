@@ -150,6 +150,7 @@ class LimitSettings(Section):
     stream_bytes: Size = 256 * 1024 * 1024  # of one streamed answer
     report_bytes: Size = 1024 * 1024
     header_bytes: Size = 64 * 1024
+    connections: Size = 4096  # open at once, for each gateway; at most half of the files the process may open
     concurrent: Size = 1024  # requests in work at once, for each gateway
     store_seconds: Seconds = 10.0  # how long an answer waits for its record to be stored
     quiet_seconds: Seconds = 15.0  # after which a stream without news gets a comment that keeps it alive

@@ -34,6 +34,7 @@ class Limits:
     report_bytes: int = 1024 * 1024
     header_bytes: int = 64 * 1024
     headers: int = 256
+    connections: int = 4096
     concurrent: int = 1024
     store_seconds: float = 10.0
     quiet_seconds: float = 15.0

@@ -24,6 +24,7 @@ from reef.gateway.lines import Lines
 
 HEADER_BYTES = 64 * 1024
 HEADERS = 256
+CONNECTIONS = 4096
 DISCARDED = 80 * 1024 * 1024
 HEAD = 60.0  # seconds from a connection, or a head's first byte, to the head's end
 STOPPING = 1.0  # seconds a stop waits for the rest of a request's body
@@ -31,10 +32,11 @@ _refusals = Lines(logging.getLogger(__name__), "refused %d more requests with to
 
 
 class Protocol(HttpToolsProtocol):
-    """`limits(header_bytes, headers)` makes a subclass with other limits."""
+    """`limited(header_bytes, headers, connections)` makes a subclass with other limits."""
 
     header_bytes = HEADER_BYTES
     header_count = HEADERS
+    most_connections = CONNECTIONS
     head_seconds = HEAD
     stop_seconds = STOPPING
 
@@ -49,6 +51,10 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most_connections:
+            text = "this server has as many connections open as it may; close some, or try again"
+            self._write(503, "too_many_connections", text, kind="api_error")
+            return
         self._wind(self.head_seconds, self._late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -179,10 +185,13 @@ class Protocol(HttpToolsProtocol):
         error = {"message": message, "type": kind, "code": code, "param": None}
         body = orjson.dumps({"error": error})
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        if status == 503:
+            head = b"retry-after: 1\r\n" + head
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
 
-def limited(header_bytes: int, headers: int) -> type[Protocol]:
+def limited(header_bytes: int, headers: int, connections: int) -> type[Protocol]:
     """The protocol with these limits."""
-    return type("Protocol", (Protocol,), {"header_bytes": header_bytes, "header_count": headers})
+    given = {"header_bytes": header_bytes, "header_count": headers, "most_connections": connections}
+    return type("Protocol", (Protocol,), given)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import threading
@@ -61,7 +62,7 @@ def server(context: Context) -> Server:
     limits = context.limits
     config = uvicorn.Config(
         App(context),
-        http=limited(limits.header_bytes, limits.headers),
+        http=limited(limits.header_bytes, limits.headers, min(limits.connections, _files() // 2)),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -72,6 +73,19 @@ def server(context: Context) -> Server:
         timeout_graceful_shutdown=max(1, round(limits.drain_seconds)),
     )
     return Server(config)
+
+
+def _files() -> int:
+    """How many files this process may have open, after asking for as many as it may ask for.
+
+    Half of them are for clients: a request in work may need a connection to a provider as well.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft
 
 
 async def serve(context: Context, sock: socket.socket) -> None:

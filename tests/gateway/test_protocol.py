@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from reef.gateway.context import Limits
 from reef.gateway.protocol import Protocol
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -78,3 +79,26 @@ async def test_a_long_answer_outlives_the_clock(run, tmp_path):
     body = {"messages": [{"role": "user", "content": "one two three four"}]}
     async with run(tmp_path, FakeEngine(delay=0.15)) as gateway, gateway.client() as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+async def test_connections_over_the_limit_are_told_so(run, tmp_path):
+    async with run(tmp_path, limits=Limits(drain_seconds=5, connections=2)) as gateway:
+        held = [await dial(gateway, GET) for _ in range(2)]
+        for reader, _ in held:
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        reader, writer = await dial(gateway, GET)
+        answer = await asyncio.wait_for(reader.read(), 3)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"too_many_connections" in answer
+        assert b"retry-after: 1" in answer
+        writer.close()
+        held[0][1].close()
+        for _ in range(100):  # until the server has seen it
+            await asyncio.sleep(0.01)
+            reader, writer = await dial(gateway, GET)
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 3)
+            writer.close()
+            if answer.startswith(b"HTTP/1.1 200"):
+                break
+        assert answer.startswith(b"HTTP/1.1 200")
+        held[1][1].close()
