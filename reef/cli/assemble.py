@@ -14,6 +14,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from reef.cli.process import Boot
 from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
 from reef.config import Settings
 from reef.config.settings import EngineSettings
-from reef.core.errors import ConfigError, MissingError, ReefError
+from reef.core.errors import ConfigError, MissingError, ReefError, StoreError
 from reef.core.load import load
 from reef.core.nouns import Serving
 from reef.core.rpc import Client
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from reef.trainers import Trainer
 
 EMBEDDED = "smollm2-135m"
+SPARE = 4 * 1024 * 1024  # bytes of disk without which a server does not call itself ready
 PROBE = 2.0  # seconds for which one successful write proves that the store can be written
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,27 @@ def _create(
     if not board.create_scenario(name, created) and left not in (None, created) and chain.head(name) is None:
         board.change_scenario(name, created)
     return serving.ensure(name, chain, board, _base(boot, settings, bound.settings.engine), bound.label)
+
+
+def make(boot: Boot, chain: GitChain, name: str) -> None:
+    """A scenario that entries from elsewhere name, as a request to a running server would make it."""
+    settings, board = _settings(boot), open_board(Path(boot.settings["reef"]["state_dir"]))
+    try:
+        if not settings.reef.create_scenarios:
+            raise MissingError(f"there is no scenario {name!r}, and reef.create_scenarios is off", param="scenario")
+        _create(boot, settings, chain, board, name, {})
+    finally:
+        board.close()
+
+
+def known(state: Path, name: str) -> None:
+    """MissingError when a state folder has no such scenario."""
+    chain = open_chain(state)
+    if not (state / "releases.git").is_dir() or chain.head(name) is not None:
+        return
+    names = sorted(path.name for path in (state / "releases.git" / "refs" / "heads").glob("*"))
+    there = f"; there are {', '.join(names[:20])}" if names else ""
+    raise MissingError(f"there is no scenario {name!r} in {state}{there}", param="scenario")
 
 
 # --- before anything runs ---------------------------------------------------------------------------------------------
@@ -241,6 +264,8 @@ async def _serve(boot: Boot) -> None:
         async def store_ready() -> bool:
             nonlocal written
             if time.monotonic() - written >= PROBE:
+                if shutil.disk_usage(state).free < SPARE:  # the probe's row may still fit where a record does not
+                    raise StoreError(f"the disk of {state} is full but for {SPARE} bytes; free some space")
                 await asyncio.to_thread(probed.probe)
                 written = time.monotonic()
             return True

@@ -95,7 +95,7 @@ def backup(state: Path, target: Path, say: Any) -> dict[str, Any]:
             failpoint("backup.filled")
             if packed:
                 made = folder.with_name(folder.name + ".tar")
-                with tarfile.open(made, "w") as tar:
+                with disk.create(made) as file, tarfile.open(fileobj=file, mode="w") as tar:
                     tar.add(folder, arcname=target.stem)
                 disk.sync(made)
                 failpoint("backup.packed")
@@ -241,6 +241,8 @@ def check(target: Path, say: Any) -> dict[str, Any]:
     """Restore into a temporary folder and read everything; the manifest, with what is `wrong` as sentences."""
     if not target.exists():
         raise MissingError(f"there is no backup {target}")
+    if target.is_dir() and not (target / "backup.json").is_file():
+        raise InputError(f"{target} is no backup: it has no backup.json, which `reef backup` writes", param="target")
     with tempfile.TemporaryDirectory(prefix="reef-restore-") as temp:
         folder = Path(temp) / "state"
         try:

@@ -70,10 +70,13 @@ def together(faults: Sequence[ConfigError]) -> ConfigError:
     return ConfigError("\n".join(sorted(lines, key=place)), param=faults[0].param)
 
 
-def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -> dict[str, Bound]:
+def check(
+    settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup, *, keys: bool = True
+) -> dict[str, Bound]:
     """Everything that needs the other rooms: names, recipes and their fields, keys that must be set.
 
-    Returns the default scenario and those of the file, bound. ConfigError names the place.
+    Returns the default scenario and those of the file, bound. ConfigError names the place. `keys`: whether providers'
+    keys must be set, as they must for a server.
     """
     from reef.engines import ENGINES
     from reef.trainers import TRAINERS
@@ -81,7 +84,7 @@ def check(settings: Settings, values: Mapping[str, Any], lookup: rules.Lookup) -
     rules.choice(("training", "backend"), settings.training.backend, TRAINERS, lookup, "trainer")
     for name, engine in settings.engines.items():
         rules.choice(("engines", name, "kind"), engine.kind, ENGINES, lookup, "kind of engine")
-        if engine.key_env and not os.environ.get(engine.key_env):
+        if keys and engine.key_env and not os.environ.get(engine.key_env):
             where: Where = ("engines", name, "key_env")
             raise ConfigError(
                 f"{lookup(where)}: the key of engine {name} is read from {engine.key_env}, which is not set; export it"

@@ -35,6 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.server(parser)
+    parser.add_argument("--as", dest="asked", metavar="MODEL", help="an alias, or the model to ask for (default: none)")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="length of an answer (default 256)")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     parser.set_defaults(run=run)
@@ -43,7 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     with connect(args) as api:
         api.get("/readyz")
-        talk = Talk(api, system=args.system, max_tokens=args.max_tokens)
+        talk = Talk(api, model=args.asked, system=args.system, max_tokens=args.max_tokens)
         if sys.stdin.isatty():
             print(f"{api.found.url}, scenario {api.found.scenario}. /help lists the commands.")
         failed = False
@@ -76,8 +77,9 @@ def _lines() -> Iterator[str]:
 class Talk:
     """One conversation: what was said, and the receipt of the last answer."""
 
-    def __init__(self, api: Api, *, system: str | None, max_tokens: int) -> None:
+    def __init__(self, api: Api, *, model: str | None, system: str | None, max_tokens: int) -> None:
         self._api = api
+        self._model = {"model": model} if model else {}
         self._start = [{"role": "system", "content": system}] if system else []
         self._messages: list[dict[str, str]] = list(self._start)
         self._max_tokens = max_tokens
@@ -111,7 +113,7 @@ class Talk:
 
     def _say(self, text: str) -> None:
         messages = [*self._messages, {"role": "user", "content": text}]
-        body = {"model": "reef", "messages": messages, "stream": True, "max_tokens": self._max_tokens}
+        body = {**self._model, "messages": messages, "stream": True, "max_tokens": self._max_tokens}
         answer = ""
         try:
             for piece in self._stream(body):

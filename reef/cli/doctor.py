@@ -6,7 +6,9 @@ Knows: what to look at, one line each. Does not know: how to repair it by itself
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -14,9 +16,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
 
 from reef.cli import api, options, show, state
 from reef.config import Loaded, Settings
+from reef.config.settings import EngineSettings
 from reef.core.errors import ReefError
 
 
@@ -32,10 +36,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
         help="check that everything a server needs is here",
-        description="Check python, packages, model, port, state folder, git. Exit code 1 when something is missing or "
-        "wrong.",
+        description="Check python, packages, model, providers, port, state folder, git. Exit code 1 when something is "
+        "missing or wrong.",
     )
-    options.configuration(parser)
+    options.configuration(parser, model=True)
     options.reading(parser)
     parser.set_defaults(run=run)
 
@@ -74,6 +78,9 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield _torch()
         name = engine.model or loaded.settings.reef.model or assemble.EMBEDDED
         yield _try("model", lambda: _model(name))
+    for name in bind.engine_names(loaded.settings):
+        if loaded.settings.engine(name).kind == "upstream":
+            yield _try(f"engine {name}", functools.partial(_provider, loaded.settings.engine(name)))
     folder = loaded.settings.reef.state_dir
     yield _try("state folder", lambda: _folder(loaded))
     if folder.is_dir() and state.held(folder):
@@ -84,6 +91,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
 def _readable(args: argparse.Namespace) -> Loaded:
     """The configuration although some of it is wrong, when its settings can be read; else the defaults."""
+    args.warned = True  # told already
     try:
         return options.load(args)
     except ReefError:
@@ -119,6 +127,30 @@ def _model(name: str) -> str:
 
     found = prepare(name)
     return f"{found.name} in {found.path}"
+
+
+def _provider(chosen: EngineSettings) -> str:
+    """One question to a provider, which costs nothing there."""
+    import httpx
+
+    key, url = os.environ.get(chosen.key_env or ""), (chosen.url or "").rstrip("/")
+    place = urlsplit(url).netloc.rpartition("@")[2]
+    headers = {"anthropic-version": "2023-06-01", "x-api-key": key or ""} if chosen.api == "anthropic" else {}
+    if key and chosen.api != "anthropic":
+        headers = {"authorization": f"Bearer {key}"}
+    try:
+        with httpx.Client(timeout=2.0, proxy=chosen.proxy, trust_env=chosen.trust_env) as client:
+            status = client.get(f"{url}/models", headers=headers).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        refused = isinstance(error, httpx.ConnectError) and "refused" in str(error).lower()
+        did = "refused the connection; is it running?" if refused else f"cannot be asked ({type(error).__name__})"
+        raise ReefError(f"{place} {did}") from None
+    if status in (401, 403):
+        named = f"the key in {chosen.key_env}" if chosen.key_env else "a request without a key; name one with key_env"
+        raise ReefError(f"{place} refused {named} ({status})")
+    if status >= 500:
+        raise ReefError(f"{place} answers {status}")
+    return f"{place} answers" + ("" if status == 200 else f" ({status} to GET {urlsplit(url).path}/models)")
 
 
 def _folder(loaded: Loaded) -> str:

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from reef.cli import api, options, state
+from reef.cli import api, bind, options, state
 from reef.cli.serve import stop_child
 from reef.core.errors import ConfigError, ReefError
 
@@ -26,14 +26,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("driver", nargs="*", default=[], metavar="ARGUMENT", help="passed to run.py")
-    options.configuration(parser)
+    options.configuration(parser, model=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     folder = find(args.folder)
     args.config = args.config or folder / "serve.yaml"
-    settings = options.load(args).settings
+    settings = bind.load_checked(args)[0].settings
     command = [sys.executable, "-m", "reef", "serve", "-c", str(args.config)]
     command += ["--model", args.model] if args.model else []
     command += [f"--{key}={value}" for key, value in args.overrides]

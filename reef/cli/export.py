@@ -15,20 +15,23 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from reef.cli import filters, options, show, state
-from reef.cli.api import connect, find
+from reef.cli.api import Found, connect, find
+from reef.cli.process import Boot
 from reef.core import disk
-from reef.core.errors import InputError, MissingError, StoreError
+from reef.core.errors import ConflictError, InputError, MissingError, StoreError
 
 BATCH = 200  # entries sent at once
 BYTES = 4 * 1024 * 1024  # of them
+_ENTRY = re.compile(r"records\[([0-9]+)\][^:]*: ")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +68,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    from reef.cli import shapes
+    from reef.cli import assemble, shapes
     from reef.records.export import Reader, Tally
 
     settings = options.load(args).settings
@@ -75,6 +78,7 @@ def export(args: argparse.Namespace) -> int:
     query = filters.query(args, scenario)
     tally = Tally()
     with Reader(settings.reef.state_dir / "records.db") as reader:
+        assemble.known(settings.reef.state_dir, scenario)
         if not args.output:
             return _write(shapes.lines(args.shape, reader, query, tally), sys.stdout.buffer, tally)
         with _whole(args.output) as file:
@@ -100,7 +104,7 @@ def _whole(path: Path) -> Iterator[IO[bytes]]:
     temp = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         try:
-            with temp.open("wb") as file:
+            with disk.create(temp) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -139,8 +143,12 @@ class Progress:
 
 @dataclass(slots=True)
 class Brought:
+    """How far an import came. `lines` and `offset` are of the file."""
+
     entries: int = 0
     duplicates: int = 0
+    erased: int = 0
+    lines: int = 0
     offset: int = 0
 
 
@@ -162,38 +170,52 @@ def bring(args: argparse.Namespace) -> int:
             file.seek(done.offset)
             print(f"going on after {done.entries} entries", file=sys.stderr)
         said = Progress()
-        for lines, count, end in _batches(file, done.offset):
-            done.duplicates += send(lines, done.entries)
-            done.entries += count
-            done.offset = end
+        for batch in _batches(file, done):
+            there, erased = send(batch)
+            done.duplicates += there
+            done.erased += erased
+            done.entries += len(batch.texts)
+            done.lines, done.offset = batch.line, batch.end
             if mark:
                 mark.save(done)
             said.now(f"{done.entries} entries")
         if mark:
             mark.clear()
     if args.json:
-        return show.dump({"entries": done.entries, "duplicates": done.duplicates})
-    print(f"{done.entries} entries, of which {done.duplicates} were there already")
+        return show.dump({"entries": done.entries, "duplicates": done.duplicates, "erased": done.erased})
+    gone = f", and {done.erased} were erased here on request and stay so" if done.erased else ""
+    print(f"{done.entries} entries, of which {done.duplicates} were there already{gone}")
     return 0
 
 
-def _batches(file: IO[bytes], at: int) -> Iterator[tuple[list[bytes], int, int]]:
-    """Lines of one scenario, how many, and the place in the file after them."""
-    lines: list[bytes] = []
+@dataclass(slots=True)
+class Batch:
+    """Entries of one scenario, the number of the line of each, and the file's line and place after them."""
+
+    texts: list[bytes]
+    numbers: list[int]
+    line: int
+    end: int
+
+
+def _batches(file: IO[bytes], done: Brought) -> Iterator[Batch]:
+    batch = Batch([], [], done.lines, done.offset)
     size, scenario = 0, None
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(file, done.lines + 1):
         text = line.strip()
         if text:
             named = _scenario(text, number)
-            if lines and (len(lines) >= BATCH or size + len(text) > BYTES or named != scenario):
-                yield lines, len(lines), at
-                lines, size = [], 0
-            lines.append(text)
+            full = len(batch.texts) >= BATCH or size + len(text) > BYTES
+            if batch.texts and (full or named != scenario):
+                yield batch
+                batch, size = Batch([], [], batch.line, batch.end), 0
+            batch.texts.append(text)
+            batch.numbers.append(number)
             size += len(text)
             scenario = named
-        at += len(line)
-    if lines:
-        yield lines, len(lines), at
+        batch.line, batch.end = number, batch.end + len(line)
+    if batch.texts:
+        yield batch
 
 
 def _scenario(text: bytes, number: int) -> str | None:
@@ -202,35 +224,42 @@ def _scenario(text: bytes, number: int) -> str | None:
     try:
         entry = raw.load(text)
     except ValueError as error:
-        raise InputError(f"line {number} (after the part that is in) is not JSON: {error}") from None
+        raise InputError(f"line {number} is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise InputError(f"line {number} (after the part that is in) is not an object")
+        raise InputError(f"line {number} is not an object")
+    if "agent_record_id" not in entry and (set(entry) & {"messages", "prompt", "chosen", "completion"}):
+        raise InputError(
+            f"line {number} is training data (`--shape sft`, preference or prompts), which cannot be read back; import "
+            "takes what `reef export` writes without --shape, or {agent_record_id, request_type, payload}"
+        )
     return entry.get("scenario")
 
 
 @contextlib.contextmanager
-def _sender(args: argparse.Namespace) -> Iterator[Callable[[list[bytes], int], int]]:
-    """What takes a batch and returns how many of it were there already."""
+def _sender(args: argparse.Namespace) -> Iterator[Callable[[Batch], tuple[int, int]]]:
+    """What takes a batch and returns how many of it were there already, and how many were erased."""
     place = find(args)
     if place.named or state.held(place.state_dir):
         headers = {"content-type": "application/json"} | ({"x-reef-scenario": args.scenario} if args.scenario else {})
         with connect(args) as api:
 
-            def post(lines: list[bytes], before: int) -> int:
-                body = b'{"records":[' + b",".join(lines) + b"]}"
-                with _counted(before):
-                    return int(api.send("/reef/records/batch", body, headers)["duplicates"])
+            def post(batch: Batch) -> tuple[int, int]:
+                body = b'{"records":[' + b",".join(batch.texts) + b"]}"
+                with _counted(batch):
+                    said = api.send("/reef/records/batch", body, headers)
+                erased = int(said.get("erased", 0))
+                return int(said["duplicates"]) - erased, erased
 
             yield post
         return
     lock = state.claim(place.state_dir, patience=0.0)
     try:
         with asyncio.Runner() as runner:
-            local = runner.run(_open(place.state_dir))
+            local = runner.run(_open(args, place, lock.fd))
 
-            def store(lines: list[bytes], before: int) -> int:
-                with _counted(before):
-                    return runner.run(_keep(local, lines, args.scenario, place.scenario))
+            def store(batch: Batch) -> tuple[int, int]:
+                with _counted(batch):
+                    return runner.run(_keep(local, batch.texts, args.scenario, place.scenario))
 
             try:
                 yield store
@@ -241,42 +270,57 @@ def _sender(args: argparse.Namespace) -> Iterator[Callable[[list[bytes], int], i
 
 
 @contextlib.contextmanager
-def _counted(before: int) -> Iterator[None]:
-    """An error about an entry of a batch says how many came before it."""
+def _counted(batch: Batch) -> Iterator[None]:
+    """An error about an entry of a batch says on which line of the file it is."""
     try:
         yield
-    except InputError as error:
-        raise InputError(f"after {before} entries: {error.message}; correct the file and run this again") from None
+    except (InputError, ConflictError) as error:
+        found = _ENTRY.match(error.message)
+        place = f"line {batch.numbers[int(found[1])]}" if found else f"lines {batch.numbers[0]} to {batch.numbers[-1]}"
+        said = error.message[found.end() :] if found else error.message
+        raise type(error)(f"{place}: {said}; correct the file and run this again") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
     store: Any
     chain: Any
+    make: Callable[[str], Any]  # a scenario with its first release
 
 
-async def _open(folder: Path) -> Local:
-    from reef.cli import assemble
+async def _open(args: argparse.Namespace, place: Found, lock: int) -> Local:
+    """The folder's store and chain; a new folder is prepared as a server's start would, its model included."""
+    from reef.cli import assemble, serve
     from reef.records.sqlite import SqliteStore
 
+    folder = place.state_dir
+    settings = serve.placed(options.load(args).settings, "")
+    boot = Boot(settings.model_dump(mode="json"), state.run_folder(folder), "", None)
+    ready = False
     chain = assemble.open_chain(folder)
-    if not (folder / "releases.git").is_dir():
-        raise MissingError(f"{folder} holds no scenario; start `reef serve` once, or name it with --reef.state_dir")
-    chain.open()
+    if (folder / "releases.git").is_dir():
+        chain.open()
+
+    def make(scenario: str) -> Any:
+        nonlocal boot, ready
+        if not ready:
+            boot, ready = serve.prepare(boot, lock), True
+        if chain.head(scenario) is None:
+            assemble.make(boot, chain, scenario)
+        return chain.head(scenario)
+
     store = SqliteStore(folder / "records.db", owner=f"import-{os.getpid()}")
     await store.start()
-    return Local(store, chain)
+    return Local(store, chain, make)
 
 
-async def _keep(local: Local, lines: list[bytes], named: str | None, default: str) -> int:
+async def _keep(local: Local, lines: list[bytes], named: str | None, default: str) -> tuple[int, int]:
     from reef.gateway import imports
     from reef.records import raw
 
     entries = [raw.load(line) for line in lines]
     scenario = imports.scenario_of(entries, named) or default
-    head = local.chain.head(scenario)
-    if head is None:
-        raise MissingError(f"there is no scenario {scenario!r} here; make it with a running server, or give --scenario")
+    head = local.chain.head(scenario) or await asyncio.to_thread(local.make, scenario)
 
     async def has(release_id: str) -> bool:
         try:
@@ -284,8 +328,8 @@ async def _keep(local: Local, lines: list[bytes], named: str | None, default: st
         except MissingError:
             return False
 
-    _, duplicates = await imports.bring(entries, imports.Ground(scenario, head.id, local.store, has))
-    return duplicates
+    _, duplicates, erased = await imports.bring(entries, imports.Ground(scenario, head.id, local.store, has))
+    return duplicates, erased
 
 
 class Mark:
@@ -299,12 +343,12 @@ class Mark:
     def load(self) -> Brought:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(self._path.read_text())
-            if kept["of"] == self._of:
-                return Brought(int(kept["entries"]), int(kept["duplicates"]), int(kept["offset"]))
+            if kept.pop("of") == self._of:
+                return Brought(**{name: int(value) for name, value in kept.items()})
         return Brought()
 
     def save(self, done: Brought) -> None:
-        kept = {"of": self._of, "entries": done.entries, "duplicates": done.duplicates, "offset": done.offset}
+        kept = {"of": self._of, **asdict(done)}
         temp = self._path.with_name(self._path.name + ".part")
         with contextlib.suppress(OSError):  # a folder that cannot be written: then a next run begins again
             temp.write_text(json.dumps(kept))

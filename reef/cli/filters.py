@@ -43,8 +43,15 @@ def given(args: argparse.Namespace) -> dict[str, str]:
     return said
 
 
-def query(args: argparse.Namespace, scenario: str) -> Query:
-    """The query that the options make. InputError names the option that is wrong."""
+def query(args: argparse.Namespace, scenario: str, *, kind: str = "record") -> Query:
+    """The query that the options make. InputError names the option that is wrong, as it is written."""
     from reef.gateway import views
 
-    return views.filters(given(args), scenario)
+    try:
+        return views.filters(given(args), scenario, kind=kind)
+    except InputError as error:
+        name = error.param or ""
+        option = "--" + name.replace("_", "-")
+        if error.message.startswith("no parameter "):
+            raise InputError(f"{option} is not for reports; leave it out", param=name) from None
+        raise InputError(option + error.message.removeprefix(name), param=name) from None

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             "forget works on the state folder itself; run it on the server's machine, with --reef.state_dir FOLDER"
         )
     erase.check(path)
+    assemble.known(place.state_dir, place.scenario)
     receipts, gone = _receipts(args, place, path)
     chain = assemble.open_chain(place.state_dir)
     found = learnt(chain, place.scenario, [*receipts, *gone])
@@ -99,22 +100,41 @@ def _receipts(args: argparse.Namespace, place: Found, path: Path) -> tuple[list[
     from reef.records import Query, keep
 
     if args.record:
-        wanted = []
+        known: dict[str, None] = {}
+        gone: dict[str, None] = {}
         for name in args.record:
-            if (receipt := parse_receipt(name)) is None:
-                raise InputError(f"{name[:80]!r} is not a receipt; `reef records` lists them", param="record")
-            wanted.append(receipt)
-        known = keep.of(path, place.scenario, dict.fromkeys(wanted))
-        gone = keep.erased(path, dict.fromkeys(wanted))
-        if unknown := [name for name in wanted if name not in known and name not in gone]:
-            raise MissingError(f"scenario {place.scenario!r} has no record {unknown[0]}; name it with --scenario")
-        return known, gone
+            found, erased = _named(name, place.scenario, path)
+            if not found and not erased:
+                raise MissingError(_nowhere(name, place.scenario, path), param="record")
+            known |= dict.fromkeys(found)
+            gone |= dict.fromkeys(erased)
+        return list(known), list(gone)
     if args.tag:
         name, separator, value = args.tag.partition("=")
         if not separator or not name:
             raise InputError("--tag is NAME=VALUE", param="tag")
         return keep.select(path, Query(place.scenario, tag=(name, value))), []
     return keep.select(path, Query(place.scenario, session=args.session)), []
+
+
+def _named(name: str, scenario: str, path: Path) -> tuple[list[str], list[str]]:
+    """The records of a name, and those that were erased: a receipt, an import's own id, or an answer's id."""
+    from reef.gateway.report import derived
+    from reef.records import Query, keep
+
+    names = [parse_receipt(name), derived(scenario, name)]
+    receipts = [receipt for receipt in names if receipt is not None]
+    found = keep.of(path, scenario, receipts) or keep.select(path, Query(scenario, answer_id=name))
+    return found, [] if found else keep.erased(path, receipts)
+
+
+def _nowhere(name: str, scenario: str, path: Path) -> str:
+    from reef.records import keep
+
+    for other in keep.scenarios(path):
+        if other != scenario and _named(name, other, path)[0]:
+            return f"{name[:80]} is a record of the scenario {other}, not of {scenario}; add -s {other}"
+    return f"scenario {scenario!r} has no record {name[:80]!r}; `reef records` lists them"
 
 
 def _tell(place: Found, receipts: list[str], found: Learnt, back: bool) -> None:

@@ -26,6 +26,7 @@ QUIET = 15.0  # seconds without any change after which the learner has nothing m
 STALLED = 900.0  # seconds without any change while it should be learning
 AWAY = 60.0  # seconds a server may be unreachable, restarting
 EXAMPLES = 3
+NEEDS = "`reef teach` needs a model of Reef's own (engine: local) and a recipe that trains it (recipe: sao)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,9 @@ class Teacher:
         """The whole lesson. `fresh`: the scenario must be new; its name gets a number until it is."""
         lesson = self._lesson
         await self._create(fresh)
+        shown = (await self._send("GET", "/reef/status")).json()["scenarios"].get(lesson.scenario) or {}
+        if shown.get("recipe") == "record":
+            raise InputError(f"the scenario {lesson.scenario} of this server learns nothing; {NEEDS}")
         chain = await self._releases()
         present = next(release for release in chain if release["current"])
         await self._plan(updates, reports)
@@ -308,7 +312,12 @@ class Teacher:
         name = lesson.scenario
         for number in range(1, 1000):
             body = {"name": lesson.scenario, **lesson.preference.settings}
-            answer = await self._send("POST", "/reef/scenarios", json=body, good=(409,))
+            try:
+                answer = await self._send("POST", "/reef/scenarios", json=body, good=(409,))
+            except InputError as error:
+                if "trains weights" in error.message:
+                    raise InputError(f"this server's model is a provider's; {NEEDS}") from None
+                raise
             if answer.status_code != 409 or not fresh:
                 return
             lesson.scenario = f"{name}-{number + 1}"

@@ -8,13 +8,17 @@ Exit codes: 0 done, 1 failed, 2 usage or configuration.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from reef import __version__
 from reef.cli import options
+from reef.config import check
 from reef.core.errors import ConfigError, InputError, ReefError
 
 COMMANDS = (
@@ -33,10 +37,40 @@ COMMANDS = (
     "reef.cli.doctor",
 )
 """Modules with `add(subparsers)`; each adds its commands, whose `run(args)` returns an exit code."""
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """Names the nearest right word in the place of a list of all."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := _CHOICE.search(message):
+            words = [word.strip(" '\"") for word in found[2].split(",")]
+            near = difflib.get_close_matches(found[1], words, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(words)}"
+            message = f"{message[: found.start()]}there is no {found[1]!r}; {hint}"
+        super().error(message)
+
+    def unknown(self, rest: Sequence[str], given: Sequence[str]) -> NoReturn:
+        """The error for arguments that none of its commands takes."""
+        place, options = self, list[str]()
+        for word in given:
+            commands = [item for item in place._actions if isinstance(item, argparse._SubParsersAction)]
+            if commands and word in commands[0].choices:
+                place = commands[0].choices[word]
+        for action in place._actions:
+            options += action.option_strings
+        word = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+        near = difflib.get_close_matches(word, [name for name in options if name.startswith("--")], 1)
+        if not near and "--config" in options and word.startswith("--"):
+            keys = {key: f"--{section}.{key}" for section in check.keys_at(()) for key in check.keys_at((section,))}
+            near = [keys[key] for key in difflib.get_close_matches(word[2:].replace("-", "_"), keys, 1)]
+        hint = f"did you mean {near[0]}?" if near else f"`{place.prog} --help` lists what there is"
+        place.error(f"there is no {'option' if word.startswith('-') else 'argument'} {word} here; {hint}")
+
+
+def parser() -> Parser:
+    made = Parser(
         prog="reef",
         description="Reef, an inference server that learns.",
         epilog="Start with `reef serve`. Any setting can be given as --section.key VALUE; `reef config` lists them.",
@@ -52,7 +86,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given, overrides = options.overrides(sys.argv[1:] if arguments is None else arguments)
-        args = parser().parse_args(given)
+        whole = parser()
+        args, rest = whole.parse_known_args(given)
+        if rest:
+            whole.unknown(rest, given)
         args.overrides = overrides
         return int(args.run(args) or 0)
     except SystemExit as error:  # argparse: help is 0, a wrong usage 2

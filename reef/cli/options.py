@@ -51,21 +51,25 @@ def program() -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def configuration(parser: argparse.ArgumentParser) -> None:
-    """`-c FILE`, `--model`; and `--section.key value`, which `main` took out of the arguments already."""
+def configuration(parser: argparse.ArgumentParser, *, model: bool = False) -> None:
+    """`-c FILE`, and `--model` where a server is started; `--section.key value` was taken out by `main` already."""
     parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="configuration file (default: ./reef.yaml)")
-    parser.add_argument(
-        "--model", metavar="MODEL", help="a model folder, a hub id, the embedded name, openai/NAME or ollama/NAME"
-    )
+    if model:
+        parser.add_argument(
+            "--model",
+            metavar="MODEL",
+            help="openai/NAME, anthropic/NAME, openrouter/NAME or ollama/NAME; a provider's address, http(s)://…/v1 "
+            "(key in REEF_UPSTREAM_API_KEY); else a model folder, a hub id, or smollm2-135m (the default)",
+        )
 
 
-def server(parser: argparse.ArgumentParser, *, scenario: bool = True) -> None:
+def server(parser: argparse.ArgumentParser, *, scenario: bool = True, model: bool = False) -> None:
     """Where the server is: found from the configuration unless said."""
     parser.add_argument("--url", help="the server's address (default: $REEF_URL, else the one running here)")
     parser.add_argument("--token", help="its token (default: $REEF_TOKEN, else the state folder's)")
     if scenario:
         parser.add_argument("-s", "--scenario", help="the scenario (default: the configuration's default_scenario)")
-    configuration(parser)
+    configuration(parser, model=model)
 
 
 def reading(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +77,23 @@ def reading(parser: argparse.ArgumentParser) -> None:
 
 
 def load(args: argparse.Namespace, faults: list[ConfigError] | None = None) -> Loaded:
-    """The configuration that the arguments ask for. `faults`: see `config.load`."""
-    return load_config(
+    """The configuration that the arguments ask for. `faults`: see `config.load`.
+
+    Without `faults` nobody looks at recipes and engines: what is wrong there is told once, as a warning.
+    """
+    loaded = load_config(
         getattr(args, "config", None),
         getattr(args, "overrides", ()),
         model=getattr(args, "model", None),
         faults=faults,
     )
+    if faults is None and loaded.file is not None and not getattr(args, "warned", False):
+        args.warned = True
+        from reef.cli import bind
+
+        try:
+            bind.check(loaded.settings, loaded.values, loaded.place, keys=False)
+        except ConfigError as error:
+            for line in error.message.splitlines():
+                print(f"reef: warning: {line}", file=sys.stderr)
+    return loaded

@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         return show.dump(head)
     parts, number = (head["base"] or head["release_id"])[:10], f"{head['seq']} ({head['release_id'][:10]})"
-    already = "already " if head["release_id"] == before else ""
-    print(f"{head['scenario']} {already}serves release {number}, with the parts of {parts}")
+    if head["release_id"] == before:
+        print(f"nothing changed: {head['scenario']} serves release {number} already")
+    else:
+        print(f"{head['scenario']} serves release {number}, with the parts of {parts}")
     return 0
 
 

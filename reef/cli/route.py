@@ -127,5 +127,14 @@ def answering(boot: Boot, settings: Settings) -> dict[str, str]:
 
 
 def models(boot: Boot, settings: Settings) -> tuple[str, ...]:
-    """What GET /v1/models lists: the engines' models and the aliases."""
-    return tuple(dict.fromkeys((*answering(boot, settings).values(), *settings.models)))
+    """What GET /v1/models lists, each a name that a request may give: the aliases, and the engines' own models.
+
+    A provider that answers whatever it is asked for adds none. With aliases, a model of another engine than the
+    default one has its engine's name before it.
+    """
+    found = list(settings.models)
+    for name, model in answering(boot, settings).items():
+        if settings.engine(name).kind == "upstream" and settings.engine(name).model is None:
+            continue
+        found.append(f"{name}/{model}" if settings.models and name != settings.reef.engine else model)
+    return tuple(dict.fromkeys(found))

@@ -20,7 +20,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from reef import __version__
 from reef.cli import options, process, state
@@ -30,6 +31,11 @@ from reef.config import Loaded
 from reef.config.settings import Settings
 from reef.core.errors import ConfigError, ReefError, StoreError
 
+if TYPE_CHECKING:
+    from reef.cli.bind import Bound
+
+PATIENCE = 4.0  # seconds for which a provider that cannot be reached is waited for: it may come later
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -38,7 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Serve on the configured address, record every exchange, learn from reports. "
         "Any setting can be given as --section.key VALUE, for example --reef.port 8901.",
     )
-    options.configuration(parser)
+    options.configuration(parser, model=True)
     parser.set_defaults(run=run)
 
 
@@ -59,16 +65,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         http_socket = early or state.bind(host, port)
         token, fresh = (loaded.settings.reef.token, False) if loaded.settings.reef.token else state.token(folder)
-        settings = loaded.settings.model_copy(
-            update={"reef": loaded.settings.reef.model_copy(update={"token": token, "state_dir": folder.absolute()})}
-        )
+        settings = placed(loaded.settings, token)
         address = state.address_of(http_socket)
         boot = Boot(settings.model_dump(mode="json"), state.run_folder(folder), address, None)
-        boot = _prepare(boot, lock.fd)
+        boot = prepare(boot, lock.fd)
         (boot.run / "address").write_text(address + "\n")
         supervisor = _supervisor(boot, settings, http_socket, lock.fd, [token, *_keys(settings)])
         banner = "\n".join(
-            _banner(loaded, settings, address, token if fresh else None, bound[settings.reef.default_scenario].label)
+            _banner(loaded, settings, address, token if fresh else None, bound[settings.reef.default_scenario])
         )
         _announce(address, banner, began, Path(folder) / "logs")
         supervisor.run()
@@ -79,7 +83,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(boot: Boot, lock: int) -> Boot:
+def placed(settings: Settings, token: str) -> Settings:
+    """The settings as child processes get them: with the token, and a folder that does not depend on theirs."""
+    folder = settings.reef.state_dir.absolute()
+    return settings.model_copy(update={"reef": settings.reef.model_copy(update={"token": token, "state_dir": folder})})
+
+
+def prepare(boot: Boot, lock: int) -> Boot:
     """Model, chain and scenarios, in a process of its own; what it says goes to the terminal."""
     child = subprocess.Popen(
         process.command("prepare"),
@@ -143,6 +153,7 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
         secrets=secret,
         size=settings.observability.log_bytes,
         died=died,
+        stopping=web.close,  # the gateways closed theirs: who connects now is refused instead of left waiting
     )
     supervisor.held += [document, *sockets.values(), web]
     return supervisor
@@ -161,18 +172,27 @@ def _keys(settings: Settings) -> list[str]:
 
 
 def _announce(address: str, banner: str, began: float, logs: Path) -> None:
-    """Print the banner when the server answers /readyz; say so when that takes long."""
+    """Print the banner when the server is ready, or only its provider is missing; say so when that takes long."""
 
     def wait() -> None:
         host, _, port = address.removeprefix("http://").rpartition(":")
-        slow = 30.0
+        slow, missed, warning = 30.0, 0.0, ""
         while True:
             try:
                 connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=2)
                 connection.request("GET", "/readyz")
-                if connection.getresponse().status == 200:
+                answer = connection.getresponse()
+                if answer.status == 200:
                     break
-            except (OSError, http.client.HTTPException):
+                reason = str(json.loads(answer.read()).get("reason", ""))
+                if reason.startswith("provider "):
+                    if not missed:
+                        print(f"waiting: {reason}", flush=True)
+                    missed = missed or time.monotonic()
+                    if time.monotonic() - missed > PATIENCE:
+                        warning = f"\nwarning: {reason}\nRequests fail until it answers; nothing needs a restart then."
+                        break
+            except (OSError, ValueError, http.client.HTTPException):
                 pass
             finally:
                 connection.close()
@@ -180,13 +200,13 @@ def _announce(address: str, banner: str, began: float, logs: Path) -> None:
                 print(f"still starting after {slow:.0f} s; see {logs}", file=sys.stderr, flush=True)
                 slow *= 2
             time.sleep(0.1)
-        print(banner.replace("{seconds}", f"{time.monotonic() - began:.1f}"), flush=True)
+        print(banner.replace("{seconds}", f"{time.monotonic() - began:.1f}") + warning, flush=True)
 
     print(f"starting on {address} …", flush=True)
     threading.Thread(target=wait, name="announce", daemon=True).start()
 
 
-def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None, label: str) -> list[str]:
+def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None, bound: Bound) -> list[str]:
     reef, folder, program = settings.reef, loaded.settings.reef.state_dir, options.program()
     if reef.auth == "none":
         token, shown = "none needed (auth: none)", "none"
@@ -197,28 +217,37 @@ def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None,
     else:
         token, shown = f"in {folder / 'token'}", f"$(cat {folder / 'token'})"
     engine = settings.engine(reef.engine)
-    model = (reef.model or "smollm2-135m") if engine.kind == "local" else engine.model or engine.kind
+    own = (reef.model or "smollm2-135m") if engine.kind == "local" else engine.model
+    model = own or ("as each request names it" if engine.kind == "upstream" else engine.kind)
+    where = f" at {urlsplit(engine.url).netloc.rpartition('@')[2]}" if engine.url else ""
+    asked = next(iter(settings.models), own or ("MODEL" if engine.kind == "upstream" else reef.engine))
+    body = json.dumps({"model": asked, "messages": [{"role": "user", "content": "Hello!"}]})
+    aliases = ", ".join(f"{alias} ({target})" for alias, target in settings.models.items())
+    talk = "chat" + (f" --as {asked}" if asked in settings.models or asked == "MODEL" else "")
+    told = {"teach": "teach the model something and watch it learn"} if "weights" in bound.recipes else {}
+    told |= {talk: "talk to it; /good and /bad report on the last answer"}
+    told |= {"releases": "what it learnt"} if bound.recipes else {"records": "what was asked and answered"}
+    width = max(map(len, told))
     return [
         "",
         f"Reef {__version__} serves on {address} (ready after {{seconds}} s)",
         f"  token     {token}",
         f"  scenario  {reef.default_scenario}",
-        f"  model     {model} (engine {reef.engine})",
-        f"  recipe    {label}, gate {settings.gate.policy}",
+        f"  model     {model} (engine {reef.engine}{where})",
+        *([f"  aliases   {aliases}"] if aliases else []),
+        f"  recipe    {bound.label}" + (f", gate {settings.gate.policy}" if bound.recipes else " (nothing is learnt)"),
         f"  state     {folder} (logs in {folder / 'logs'})",
         "",
         "Try next:",
         f'  curl -i {address}/v1/chat/completions -H "Authorization: Bearer {shown}" \\',
-        '    -H "content-type: application/json" -d \'{"messages": [{"role": "user", "content": "Hello!"}]}\'',
+        f"    -H \"content-type: application/json\" -d '{body}'",
         f'  curl {address}/reef/report -H "Authorization: Bearer {shown}" \\',
         '    -H "content-type: application/json" -d \'{"score": 1.0, "references": ["<x-reef-agent-record-id>"]}\'',
         "",
         "  from openai import OpenAI",
         f'  client = OpenAI(base_url="{address}/v1", api_key="<token>")',
         "",
-        f"  {program} teach     teach the model something and watch it learn",
-        f"  {program} chat      talk to it; /good and /bad report on the last answer",
-        f"  {program} releases  what it learnt",
+        *(f"  {program} {word:{width}}  {text}" for word, text in told.items()),
         "Ctrl-C stops.",
     ]
 

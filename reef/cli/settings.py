@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="every setting, its value and where it came from",
         description="Check the configuration and show every setting with its source; secrets are masked.",
     )
-    options.configuration(parser)
+    options.configuration(parser, model=True)
     options.reading(parser)
     parser.set_defaults(run=config)
     parser = commands.add_parser(

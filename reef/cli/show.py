@@ -7,14 +7,16 @@ the state folder when no server runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from reef.cli import filters, options
-from reef.cli.api import connect, find
+from reef.cli.api import Api, connect, find
 from reef.core.errors import MissingError, WireError
 
 _NUMBERS = re.compile(r"\[\n\s+(-?\d[-+\d.eE,\s]*?)\n\s*\]")
@@ -37,7 +39,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
                 "--why-not-trained", action="store_true", help="only records no recipe can train on, with the reason"
             )
             parser.add_argument("--reports", action="store_true", help="the reports instead, newest first")
-            parser.add_argument("id", nargs="?", metavar="RECEIPT", help="one record whole, with the reports on it")
+            parser.add_argument(
+                "id", nargs="?", metavar="RECEIPT", help="one record whole, with the reports on it (of any scenario)"
+            )
             filters.add(parser)
         parser.set_defaults(run=run)
 
@@ -126,9 +130,10 @@ def records(args: argparse.Namespace) -> int:
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}/records"
         if args.id:
-            whole = api.get(f"{path}/{args.id}")
+            whole = _one(api, args)
             return dump(whole if args.json else _counted(whole))
         given = filters.given(args)
+        filters.query(args, api.found.scenario, kind="report" if args.reports else "record")
         if args.reports:
             path = f"/reef/scenarios/{api.found.scenario}/reports"
             return _reports(api.get(path, limit=args.limit, **given), args.json)
@@ -146,6 +151,24 @@ def records(args: argparse.Namespace) -> int:
     last = "why not trained" if args.why_not_trained else "answer"
     table(["receipt", "received", "status", "purpose", "release", "tokens", last], rows)
     return 0
+
+
+def _one(api: Api, args: argparse.Namespace) -> Any:
+    """A record by its id. A receipt is unique, so without --scenario every scenario is asked for it."""
+
+    def ask(scenario: str) -> Any:
+        return api.get(f"/reef/scenarios/{scenario}/records/{quote(args.id, safe='')}")
+
+    try:
+        return ask(api.found.scenario)
+    except MissingError as error:
+        if args.scenario is not None:
+            raise
+        for item in api.get("/reef/scenarios")["scenarios"]:
+            with contextlib.suppress(MissingError):
+                if item["name"] != api.found.scenario:
+                    return ask(item["name"])
+        raise MissingError(f"{error.message}, nor has another one; `reef records` lists them") from None
 
 
 def _reports(found: dict[str, Any], whole: bool) -> int:

@@ -63,7 +63,8 @@ class Child:
 class Supervisor:
     """`run` keeps the roles alive until SIGTERM or SIGINT, then stops them in order and returns.
 
-    `died(role name, incarnation)` is called after each death that was not asked for. `run_id` begins every incarnation.
+    `died(role name, incarnation)` is called after each death that was not asked for, `stopping()` once, when the first
+    roles have been told to stop. `run_id` begins every incarnation.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class Supervisor:
         secrets: Sequence[str] = (),
         size: int = 2 * 1024 * 1024,
         died: Callable[[str, str], None] = lambda role, incarnation: None,
+        stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self.children = [Child(role, Log(logs, role.name, secrets=secrets, size=size)) for role in roles]
         self.held: list[object] = []  # open files that the children inherit
         self._run_id = run_id
         self._keep = tuple(keep)  # descriptors every child inherits (the lock)
         self._died = died
+        self._told = stopping
         self._count = 0
         self._stopping = 0  # how many signals came
         self._phase = -1  # roles of this phase and below are being stopped
@@ -215,6 +218,8 @@ class Supervisor:
                 child.process.terminate()
             if self._stopping >= 2 or now - child.asked > child.role.grace:
                 self._kill(child)
+        told, self._told = self._told, lambda: None
+        told()
 
     def _kill(self, child: Child) -> None:
         """Only for a child that was not reaped yet, so its process group is still its own."""

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reef.cli import options, state
+from reef.cli import bind, options, state
 from reef.cli.api import find
 from reef.cli.preferences import PREFERENCES, Preference
 from reef.cli.screen import screen, tally
@@ -53,7 +53,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "preferences", nargs="*", metavar="PREFERENCE", help="a name above, or package.module:NAME (default: addition)"
     )
-    options.server(parser)
+    options.server(parser, model=True)
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--updates", type=_positive, metavar="N", help="end after about N optimizer steps")
     length.add_argument("--reports", type=_positive, metavar="N", help=f"end after N reports (default {REPORTS})")
@@ -139,12 +139,21 @@ def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, st
     """Address and token of the server to teach: the one that runs, or one of our own that ends with this block (then
     the third is True)."""
     found = find(args)
+    if _fronts(found.url):
+        from reef.cli.lesson import NEEDS
+
+        raise InputError(f"the model of the server on {found.url} is a provider's; {NEEDS}")
     if _answers(found.url):
         console.print(f"server: {found.url}", highlight=False)
         yield found.url, found.token, False
         return
     if args.url:
         raise WireError(f"no server answers on {args.url}; start one with `reef serve`, or leave --url out to get one")
+    settings = bind.load_checked(args)[0].settings
+    if settings.engine(settings.reef.engine).kind == "upstream":
+        from reef.cli.lesson import NEEDS
+
+        raise ConfigError(f"the configured model is a provider's; {NEEDS}", param="reef.engine")
     with tempfile.TemporaryDirectory(prefix="reef-teach-") as name:
         folder = Path(name)
         url = f"http://127.0.0.1:{_free_port()}"
@@ -187,6 +196,16 @@ def _await_start(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
             said = log.read_text(errors="replace").strip().splitlines()[-12:]
             raise WireError("the server did not start; it said:\n" + "\n".join(said))
         time.sleep(0.1)
+
+
+def _fronts(url: str) -> bool:
+    """Whether a server runs there and waits for its provider."""
+    import httpx
+
+    try:
+        return str(httpx.get(f"{url}/readyz", timeout=3.0).json().get("reason", "")).startswith("provider ")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
+        return False
 
 
 def _answers(url: str) -> bool:

@@ -1,6 +1,6 @@
 """Default, file, environment, command line: the later wins, and every setting remembers which one did.
 
-Knows: `--section.key value`, the shorthands `--model provider/name` and REEF_UPSTREAM_*, REEF_TOKEN.
+Knows: `--section.key value`, the shorthands `--model provider/name`, `--model URL` and REEF_UPSTREAM_*, REEF_TOKEN.
 Does not know: what a key means.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pydantic
 
@@ -98,10 +99,11 @@ def load(
     if file is None and Path(DEFAULT_FILE).is_file():
         file = Path(DEFAULT_FILE)
     tree = read(file, environment) if file is not None else Tree({}, {})
-    _environment(tree, environment)
+    address = model if model is not None and "://" in model else None
+    _environment(tree, environment, address)
     for key, text in overrides:
         _put(tree, tuple(key.split(".")), scalar(text), Place("command line"))
-    if model is not None:
+    if model is not None and address is None:
         _model(tree, model, Place("command line"))
     if file is not None:
         _suite(tree, file)
@@ -143,23 +145,33 @@ def _shape(tree: Tree) -> dict[str, Any]:
     return shaped
 
 
-def _environment(tree: Tree, environment: Mapping[str, str]) -> None:
+def _environment(tree: Tree, environment: Mapping[str, str], address: str | None) -> None:
+    """REEF_TOKEN, and a provider by its address: REEF_UPSTREAM_URL, or `--model URL`, which goes before it."""
     if token := environment.get("REEF_TOKEN"):
         _put(tree, ("reef", "token"), token, Place("environment", variable="REEF_TOKEN"))
-    url, model = environment.get("REEF_UPSTREAM_URL"), environment.get("REEF_UPSTREAM_MODEL")
+    url, model = address or environment.get("REEF_UPSTREAM_URL"), environment.get("REEF_UPSTREAM_MODEL")
     if model and not url:
         raise ConfigError("REEF_UPSTREAM_MODEL is set, but REEF_UPSTREAM_URL is not; set both, or neither")
     if not url:
         return
-    where = Place("environment", variable="REEF_UPSTREAM_URL")
+    where = Place("command line") if address else Place("environment", variable="REEF_UPSTREAM_URL")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{where}: a provider's address begins with http:// or https://, like http://127.0.0.1:8000/v1"
+        )
     _put(tree, ("reef", "engine"), "upstream", where)
     _put(tree, ("engines", "upstream", "kind"), "upstream", where)
-    _put(tree, ("engines", "upstream", "url"), url, where)
+    _put(tree, ("engines", "upstream", "url"), _versioned(url), where)
     if model:
         _put(tree, ("engines", "upstream", "model"), model, Place("environment", variable="REEF_UPSTREAM_MODEL"))
     if environment.get("REEF_UPSTREAM_API_KEY"):
         place = Place("environment", variable="REEF_UPSTREAM_API_KEY")
         _put(tree, ("engines", "upstream", "key_env"), "REEF_UPSTREAM_API_KEY", place)
+
+
+def _versioned(url: str) -> str:
+    """An address up to and with /v1, which people leave out."""
+    return url.rstrip("/") + "/v1" if urlsplit(url).path in ("", "/") else url
 
 
 def _model(tree: Tree, model: str, place: Place) -> None:

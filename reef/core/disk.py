@@ -1,4 +1,4 @@
-"""Two things every durable file needs: to be on disk, and to be what it says it is.
+"""What every durable file needs: to be on disk, to be what it says it is, and to be its owner's alone.
 
 Knows: paths. Does not know: what is in a file, or when one is complete (that is the writer's rename).
 """
@@ -8,6 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import IO
+
+
+def create(path: Path) -> IO[bytes]:
+    """A new file (or an old one, emptied) to write, which nobody but its owner may read."""
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 def sync(path: Path) -> None:

@@ -5,14 +5,15 @@ Does not know: HTTP, or what the bytes say.
 
 - A body that is gzip or zstd without saying so is unpacked; one that says so and is not passes as it is. Both happen
   behind proxies that unpack a body or its headers, but not both.
-- Output is bounded while unpacking: a small body that unpacks to a huge one is given up at the bound.
+- Output is bounded while unpacking: a small body that unpacks to a huge one is given up at the bound, and comes in
+  pieces until then, so that whoever unpacks it can do other work in between.
 - Any number of gzip members or zstd frames may follow one another. `finish` tells a body that was cut.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import brotli
@@ -21,15 +22,16 @@ import zstandard
 from reef.core.errors import UpstreamError
 
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-_SIP = 1024  # bytes of zstd in one go: that library has no bound of its own, and they unpack to 32 MiB at the most
+STEP = 64 * 1024  # bytes that a piece has at the most
+_SIP = 256  # bytes of zstd in one go: that library has no bound of its own, and they unpack to 8 MiB at the most
 _BROKEN = (zlib.error, brotli.error, zstandard.ZstdError)
 
 
 class Stage(Protocol):
     """One encoding being undone."""
 
-    def feed(self, data: bytes, limit: int) -> bytes:
-        """What these bytes unpack to; may be longer than `limit` by one library buffer, then it is given up."""
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """What these bytes unpack to, piece by piece; each is made when it is asked for."""
 
     @property
     def whole(self) -> bool:
@@ -48,29 +50,28 @@ class Decoder:
         for name in self._names:
             if name not in _STAGES:
                 raise UpstreamError(f"the provider packed its answer as {name[:40]!r}, which was not asked for")
-        self._left = limit
         self._limit = limit
+        self._left: list[int] = []  # bytes that may still go into each stage, and come out of the last
         self._begun = b""  # until there is enough to tell the encoding by
         self._stages: list[Stage] | None = None
 
     def feed(self, data: bytes) -> bytes:
         """The plain bytes that these complete."""
+        return b"".join(self.pieces(data))
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """The same in pieces of STEP bytes at the most. All must be taken before the next bytes are given."""
         if self._stages is None:
             if self._begun:
                 data, self._begun = self._begun + data, b""
             if len(data) < 4 and (self._names or GZIP.startswith(data[:2]) or ZSTD.startswith(data)):
                 self._begun = data
-                return b""
+                return
             self._stages = self._begin(data)
         try:
-            for stage in self._stages:
-                data = stage.feed(data, self._left)
+            yield from self._through(data, 0)
         except _BROKEN as error:
             raise UpstreamError(f"the provider's packed answer is damaged ({type(error).__name__})") from None
-        self._left -= len(data)
-        if self._left < 0:
-            raise UpstreamError(f"the provider's answer is larger than {self._limit} bytes")
-        return data
 
     def finish(self) -> bytes:
         """The last bytes, at the end of the input. UpstreamError when it was cut."""
@@ -84,6 +85,20 @@ class Decoder:
             raise UpstreamError("the provider's packed answer was cut")
         return rest
 
+    def _through(self, data: bytes, depth: int) -> Iterator[bytes]:
+        """Bytes through the stages from this one on, a little at a time, each stage within the limit."""
+        self._left[depth] -= len(data)
+        if self._left[depth] < 0:
+            raise UpstreamError(f"the provider's answer is larger than {self._limit} bytes")
+        for at in range(0, len(data), STEP):
+            some = data[at : at + STEP]
+            if depth == len(self._stages or ()):
+                yield some
+                continue
+            for piece in (self._stages or ())[depth].feed(some):
+                yield from self._through(piece, depth + 1)
+            yield b""  # also where nothing comes out, whoever asks can do something else
+
     def _begin(self, data: bytes) -> list[Stage]:
         """Stages, outermost first, for a body that begins like this."""
         names = self._names[::-1]
@@ -92,6 +107,7 @@ class Decoder:
             names = [magic]
         elif magic is None and names and names[0] in ("gzip", "x-gzip", "zstd"):
             names = names[1:]
+        self._left = [self._limit] * (len(names) + 1)
         return [_STAGES[name]() for name in names]
 
 
@@ -103,20 +119,22 @@ class _Zlib:
         self._stream: zlib._Decompress | None = None
         self._ended = False
 
-    def feed(self, data: bytes, limit: int) -> bytes:
-        parts: list[bytes] = []
-        size = 0
-        while data and size <= limit:
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        while data:
             if self._stream is None:
                 if self._ended and (not self._gzip or not data.strip(b"\0")):
                     break  # what follows the end is padding
                 self._stream = zlib.decompressobj(self._bits(data))
-            parts.append(self._stream.decompress(data, limit + 1 - size))
-            size += len(parts[-1])
-            data = self._stream.unconsumed_tail
+            piece = self._stream.decompress(data, STEP)
+            # A full piece may leave bytes inside that no input is left to call for.
+            data, more = self._stream.unconsumed_tail, len(piece) == STEP
+            yield piece
+            while more and not data and not self._stream.eof:
+                piece = self._stream.decompress(b"", STEP)
+                more = len(piece) == STEP
+                yield piece
             if self._stream.eof:
                 data, self._stream, self._ended = self._stream.unused_data, None, True
-        return b"".join(parts)
 
     @property
     def whole(self) -> bool:
@@ -133,13 +151,12 @@ class _Brotli:
     def __init__(self) -> None:
         self._stream = brotli.Decompressor()
 
-    def feed(self, data: bytes, limit: int) -> bytes:
-        parts = [self._stream.process(data, output_buffer_limit=limit + 1)] if data else []
-        size = sum(map(len, parts))
-        while size <= limit and not self._stream.can_accept_more_data():
-            parts.append(self._stream.process(b"", output_buffer_limit=limit + 1 - size))
-            size += len(parts[-1])
-        return b"".join(parts)
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        piece = self._stream.process(data, output_buffer_limit=STEP) if data else b""
+        # What it took in may still have more to give.
+        while piece or not (self._stream.is_finished() or self._stream.can_accept_more_data()):
+            yield piece
+            piece = b"" if self._stream.is_finished() else self._stream.process(b"", output_buffer_limit=STEP)
 
     @property
     def whole(self) -> bool:
@@ -151,19 +168,21 @@ class _Zstd:
         self._library = zstandard.ZstdDecompressor(max_window_size=2**27)
         self._frame: zstandard.ZstdDecompressionObj | None = None
 
-    def feed(self, data: bytes, limit: int) -> bytes:
-        view, parts, size, at = memoryview(data), [], 0, 0
-        while at < len(data) and size <= limit:
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        view, parts, size, at = memoryview(data), list[bytes](), 0, 0
+        while at < len(data):
             if self._frame is None:
                 self._frame = self._library.decompressobj()
-            piece = view[at : at + _SIP]
-            parts.append(self._frame.decompress(piece))
+            packed = view[at : at + _SIP]
+            parts.append(self._frame.decompress(packed))
             size += len(parts[-1])
-            at += len(piece)
+            at += len(packed)
             if self._frame.eof:
                 at -= len(self._frame.unused_data)
                 self._frame = None
-        return b"".join(parts)
+            if size >= STEP or at >= len(data):
+                yield b"".join(parts)
+                parts, size = [], 0
 
     @property
     def whole(self) -> bool:

@@ -10,16 +10,20 @@ Does not know: how the stream was asked for, or any dialect's events (a `dialect
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 from reef.core.errors import UpstreamError
 from reef.engines import Ask, Piece
-from reef.engines.decode import GZIP, ZSTD, Decoder
+from reef.engines.decode import GZIP, STEP, ZSTD, Decoder
 from reef.engines.dialect import Reader
+from reef.engines.dialect.value import load
 from reef.engines.http import Broken, Response
 from reef.engines.sse import Event, Events
 
-MAX_STREAM = 256 * 1024 * 1024  # bytes of one stream
+MAX_STREAM = 256 * 1024 * 1024  # bytes of one stream, unpacked
+MAX_REST = 1024 * 1024  # bytes behind its end that still pass
 ENDS = {"chat": "data: [DONE]", "responses": "response.completed", "messages": "message_stop"}
 
 
@@ -35,21 +39,23 @@ class Flow:
         self._events = Events()
         encoding = response.headers.get("content-encoding")
         self._decoder = Decoder(encoding, MAX_STREAM) if encoding else None
+        self._begun = False
         self._size = 0
+        self._plain: Iterator[bytes] = iter(())  # what the last bytes unpack to
         self._held: bytes | None = None
         self._ended = False
 
     async def next(self) -> Piece | None:
         """The next bytes, the last of them terminal, then None. UpstreamError when the end is not a proper one."""
         while self._held is None:
-            data = await self._response.some()
-            if data:
-                found = self._events.feed(self._plain(data))
+            plain = await self._some()
+            if plain is not None:
+                found = self._events.feed(plain)
             else:
                 last = self._events.finish()
                 found = [] if last is None else [last]
             passed = self._take(found)
-            if not data and self._held is None:
+            if plain is None and self._held is None:
                 raise UpstreamError(f"{self._host} ended its stream without {self._end}")
             if passed:
                 return Piece(passed)
@@ -73,20 +79,45 @@ class Flow:
                 break
         return found[0].raw if len(found) == 1 else b"".join([item.raw for item in found])
 
-    def _plain(self, data: bytes) -> bytes:
-        if self._size == 0 and self._decoder is None and data.startswith((GZIP[:1], ZSTD[:1])):
-            self._decoder = Decoder(None, MAX_STREAM)  # packed without saying so: no event begins like this
+    async def _some(self) -> bytes | None:
+        """The next plain bytes, None at the end. Much that unpacks from little comes step by step."""
+        data = next(self._plain, None)
+        if data is not None:
+            await asyncio.sleep(0)
+        else:
+            packed = await self._response.some()
+            if not packed:
+                return None
+            data = self._unpack(packed)
         self._size += len(data)
         if self._size > MAX_STREAM:
             raise UpstreamError(f"{self._host} streamed more than {MAX_STREAM} bytes")
-        return data if self._decoder is None else self._decoder.feed(data)
+        return data
+
+    def _unpack(self, data: bytes) -> bytes:
+        """The first of the plain bytes; the others wait in `_plain`."""
+        if not self._begun and self._decoder is None and data.startswith((GZIP[:1], ZSTD[:1])):
+            self._decoder = Decoder(None, MAX_STREAM)  # packed without saying so: no event begins like this
+        self._begun = True
+        if self._decoder is None:
+            return data
+        self._plain = self._decoder.pieces(data)
+        return next(self._plain, b"")
 
     async def _rest(self) -> bytes:
         """What still comes behind the end, within the moment it takes to see the body's own end."""
+        parts, size = [], 0
         try:
-            return self._plain(await drain(self._response))
+            while (data := next(self._plain, None)) is not None and size <= MAX_REST:
+                parts.append(data)
+                size += len(data)
+                await asyncio.sleep(0)
+            if data is None and (packed := await drain(self._response)):
+                parts.append(self._unpack(packed))
+                parts += [*itertools.islice(self._plain, MAX_REST // STEP)]
         except UpstreamError:
-            return b""
+            pass
+        return b"".join(parts)[:MAX_REST]
 
 
 async def drain(response: Response) -> bytes:
@@ -109,7 +140,8 @@ def wants_scores(ask: Ask) -> bool:
 def count_scores(text: str | bytes) -> int:
     """How many tokens of a chat answer, or of a chunk, have a log-prob."""
     try:
-        choices = json.loads(text)["choices"]  # reads what strict readers do not, such as -Infinity
+        choices: Any = load(text)
+        choices = choices["choices"]
         return sum(len((choice.get("logprobs") or {}).get("content") or ()) for choice in choices)
     except (ValueError, KeyError, TypeError, AttributeError):
         return 0

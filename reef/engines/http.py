@@ -22,7 +22,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import httptools
 
 KEPT = 30.0  # seconds that a connection without work is kept
-MAX_HEAD = 64 * 1024  # bytes of a response's headers
+MAX_HEAD = 64 * 1024  # bytes of a response's headers, and of whatever else is not its body
 STALE = 0.5  # seconds within which a kept connection that ends had been closed before the request came
 _FULL = 256 * 1024  # bytes waiting to be read at which a connection stops receiving
 
@@ -30,11 +30,12 @@ _FULL = 256 * 1024  # bytes waiting to be read at which a connection stops recei
 class Unreachable(Exception):
     """No connection could be made. `kind` says why in one word; `final`: it would not be otherwise next time."""
 
-    def __init__(self, kind: str, *, final: bool = False, late: bool = False) -> None:
+    def __init__(self, kind: str, *, final: bool = False, late: bool = False, full: bool = False) -> None:
         super().__init__(kind)
         self.kind = kind
         self.final = final
         self.late = late  # it took too long
+        self.full = full  # every connection that there may be is at work
 
 
 class Broken(Exception):
@@ -132,6 +133,8 @@ class _Line(asyncio.Protocol):
         self._parser: Any = None
         self._headers: dict[str, str] = {}
         self._head = 0  # bytes of headers
+        self._other = 0  # bytes since the last of the body: heads, trailers, what frames the chunks
+        self._fed = False  # the bytes that came last had some of the body
         self._whole = False  # the response ended
         self._keep = False
         self._paused = False
@@ -144,7 +147,7 @@ class _Line(asyncio.Protocol):
         """Send a request."""
         self._response = response = Response(self)
         self._parser = httptools.HttpResponseParser(self)
-        self._headers, self._head, self._whole, self._keep = {}, 0, False, False
+        self._headers, self._head, self._other, self._whole, self._keep = {}, 0, 0, False, False
         self.heard = False
         self._until(self._client.idle)
         self._transport.write(data)
@@ -172,8 +175,12 @@ class _Line(asyncio.Protocol):
             return
         self.heard = True
         self._deadline = self._loop.time() + self._client.idle
+        self._fed = False
         try:
             self._parser.feed_data(data)
+            self._other = 0 if self._fed else self._other + len(data)
+            if self._other > MAX_HEAD and not self._whole:
+                raise httptools.HttpParserError("too much that is no body")
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep = False
             if not self._whole:
@@ -217,6 +224,7 @@ class _Line(asyncio.Protocol):
         self._headers = {}
 
     def on_body(self, data: bytes) -> None:
+        self._fed = True
         response = self._response
         if response is not None and not self._whole and response.put(data) and not self._paused:
             self._paused = True
@@ -268,7 +276,8 @@ class _Line(asyncio.Protocol):
 class Client:
     """Requests to the server of `url`, `https://host:port` or `http://…`.
 
-    Seconds: `connect` to reach it, `idle` without a byte from it. `connections`: the most at once, 0 no limit.
+    Seconds: `connect` to reach it, `idle` without a byte from it. `connections`: the most at once, 0 no limit; a
+    request waits `connect` seconds for one of them.
     `proxy`: an HTTP proxy's URL, which may hold its credentials.
     """
 
@@ -306,8 +315,7 @@ class Client:
         """
         data = b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
         while True:
-            if self._slots is not None:
-                await self._slots.acquire()
+            await self._take()
             response: Response | None = None
             begun, line = asyncio.get_running_loop().time(), self._kept()
             kept = line is not None
@@ -326,6 +334,24 @@ class Client:
                 else:
                     self.freed()
                 raise
+
+    @property
+    def full(self) -> bool:
+        """Whether every connection that there may be is at work."""
+        return self._slots is not None and self._slots.locked()
+
+    async def _take(self) -> None:
+        """Wait for a connection's turn."""
+        if self._slots is None:
+            return
+        if not self._slots.locked():
+            await self._slots.acquire()  # at once
+            return
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise Unreachable("Full", final=True, full=True) from None
 
     def close(self) -> None:
         self._free.clear()

@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from urllib.parse import quote, urlsplit
 
-from reef.core.errors import ConfigError, EngineError, UpstreamError
+from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.decode import GZIP, ZSTD, Decoder
 from reef.engines.dialect import Reader, reader
@@ -126,13 +126,15 @@ class UpstreamEngine:
         self._retries, self._retry_seconds, self._pause = retries, retry_seconds, pause
         self._client = Client(url, connect=connect, idle=idle, connections=connections, proxy=proxy)
         self._reached = (float("-inf"), False)  # when it was last looked at, and what was seen
+        self.why: str | None = None  # what was wrong when it was last not ready
+        self._warned, self._unsaid = float("-inf"), 0
 
     async def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
         response: Response | None = None
         try:
             response = await self._send(ask)
             if response.status != 200:
-                for item in await self._refusal(response):
+                for item in await self._refusal(ask, response):
                     yield item
             elif ask.stream and response.content_type == "text/event-stream":
                 flow = Flow(self._host, ask, response, self._reader(ask.dialect))
@@ -144,6 +146,10 @@ class UpstreamEngine:
                 for item in await self._whole(ask, response):
                     yield item
         except (Unreachable, Broken, TimeoutError) as error:
+            if isinstance(error, Unreachable) and error.full:
+                raise UpstreamError(
+                    f"all connections to {self._host} are at work; try again, or raise engines.connections", status=503
+                ) from None
             if isinstance(error, TimeoutError) or (isinstance(error, Unreachable) and error.late):
                 raise UpstreamError(
                     f"{self._host} did not answer in time; try again, or raise the engine's idle limit", status=504
@@ -165,18 +171,20 @@ class UpstreamEngine:
     async def ready(self) -> bool:
         """Whether the server answers HTTP at all; looked at no more than every five seconds."""
         at, seen = self._reached
-        if time.monotonic() - at < 5.0:
+        if time.monotonic() - at < 5.0 or (seen and self._client.full):
             return seen
         try:
             async with asyncio.timeout(2.0):
                 response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
                 seen = response.status < 500
+                self.why = None if seen else f"answers {response.status}"
                 try:
                     await drain(response)
                 finally:
                     response.close()
-        except (Unreachable, Broken, TimeoutError):
+        except (Unreachable, Broken, TimeoutError) as error:
             seen = False
+            self.why = _failure(error)
         self._reached = (time.monotonic(), seen)
         return seen
 
@@ -187,7 +195,7 @@ class UpstreamEngine:
     def _begin(self, ask: Ask) -> bytes:
         """A request's first lines and headers: ours, then those of the client's that are for the provider."""
         if (path := self._paths.get(ask.dialect)) is None:
-            raise EngineError(f"{self._host} does not speak {ask.dialect}; add it to the engine's speaks if it does")
+            raise InputError(f"{self._host} does not speak {ask.dialect}; add it to the engine's speaks if it does")
         head = None if ask.query else self._heads.get((ask.dialect, ask.stream))
         if head is None:
             fixed = self._fixed | {"accept": "text/event-stream" if ask.stream else "application/json"}
@@ -240,8 +248,10 @@ class UpstreamEngine:
                     response.close()
             await asyncio.sleep(wait)
 
-    async def _refusal(self, response: Response) -> list[Head | Piece | Answer]:
+    async def _refusal(self, ask: Ask, response: Response) -> list[Head | Piece | Answer]:
         status = response.status
+        if status >= 500:
+            self._warn(ask.receipt, status)
         body = self._clean(await self._read(response, MAX_ERROR, cut=True))
         if status in (401, 403):
             error = UpstreamError(
@@ -254,6 +264,17 @@ class UpstreamEngine:
             refused = Answer(untrainable=f"the upstream refused ({status})")
             return [self._head(response), Piece(body, terminal=True), refused]
         raise UpstreamError(f"{self._host} answered {status}; try again", status=status, body=body)
+
+    def _warn(self, receipt: str, status: int) -> None:
+        """A line for a provider's 5xx that nothing was tried after; one a second, so that an outage is no flood."""
+        now = time.monotonic()
+        if now - self._warned < 1.0:
+            self._unsaid += 1
+            return
+        more = f" (and {self._unsaid} more times since the last such line)" if self._unsaid else ""
+        self._warned, self._unsaid = now, 0
+        told = {"receipt": receipt, "status": status}
+        log.warning("the provider %s answered %d%s", self._host, status, more, extra=told)
 
     async def _whole(self, ask: Ask, response: Response) -> list[Head | Piece | Answer]:
         body = await self._read(response, MAX_WHOLE)
@@ -286,8 +307,12 @@ class UpstreamEngine:
         if encoding is None and not data.startswith((GZIP, ZSTD)):
             return data[:limit] if cut else data
         try:
-            decoder = Decoder(encoding, limit)
-            return decoder.feed(data) + decoder.finish()
+            decoder, plain = Decoder(encoding, limit), list[bytes]()
+            for piece in decoder.pieces(data):
+                if plain:
+                    await asyncio.sleep(0)  # there may be much more
+                plain.append(piece)
+            return b"".join([*plain, decoder.finish()])
         except UpstreamError:
             if cut:
                 return b""  # an error without its text is still an error
@@ -327,6 +352,19 @@ class UpstreamEngine:
 
     def _clean(self, body: bytes) -> bytes:
         return body.replace(self._key.encode(), b"***") if self._key else body
+
+
+def _failure(error: Exception) -> str:
+    """What a server did that could not be asked, as people say it."""
+    if isinstance(error, TimeoutError) or (isinstance(error, Unreachable) and error.late):
+        return "does not answer"
+    if isinstance(error, Broken):
+        return f"broke off ({error.kind})"
+    if error.args[0] == "ConnectionRefusedError":
+        return "refused the connection; is it running?"
+    if error.args[0] == "gaierror":
+        return "has no address; check the name in engines.url"
+    return f"cannot be reached ({error.args[0]})"
 
 
 def _spoken(api: str, host: str) -> Collection[str]:

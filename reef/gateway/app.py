@@ -64,7 +64,7 @@ SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/reef/scenarios/{s}/releases/{id}", {"GET": Route("read", views.release)}),
     ("/reef/scenarios/{s}/rollback", {"POST": Route("operate", operate.rollback)}),
     ("/reef/scenarios/{s}/records", {"GET": Route("read", views.records)}),
-    ("/reef/scenarios/{s}/records/{id}", {"GET": Route("read", views.record)}),
+    ("/reef/scenarios/{s}/records/*", {"GET": Route("read", views.record)}),
     ("/reef/scenarios/{s}/reports", {"GET": Route("read", views.reports)}),
     ("/reef/scenarios/{s}/sessions", {"GET": Route("read", views.sessions)}),
     ("/reef/scenarios/{s}/sessions/*", {"GET": Route("read", views.session)}),

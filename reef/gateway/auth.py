@@ -51,7 +51,11 @@ class Token:
 
     def enter(self, scenario: str) -> None:
         if not self.sees(scenario):
-            raise RightError(f"this token is not for the scenario {scenario!r}; use one that is")
+            names = ", ".join(sorted(self.scenarios or ()))
+            raise RightError(
+                f"this token is for the scenarios {names}, not for {scenario!r}; name one of them in the header "
+                "x-reef-scenario, or in the address: /s/NAME/v1/…"
+            )
 
     def sees(self, scenario: str) -> bool:
         return self.scenarios is None or scenario in self.scenarios or _matches(self.scenarios, scenario)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
-import orjson
-
 from reef.core.errors import InputError, ReefError
+from reef.core.text import dump
 from reef.gateway.auth import Token
 from reef.gateway.errors import Refusal, body_of, headers_of, message_of, status_of
 from reef.gateway.lines import Lines
@@ -59,6 +58,7 @@ class Call:
     dropped: bool = False
     work: Work | None = None
     counted: bool = False
+    whole: tuple[int, Mapping[str, str], list[bytes]] | None = None  # an answer that is kept until it is whole
     held: int = 0  # bytes of this request's body in memory
 
     def hold(self, size: int) -> None:
@@ -120,9 +120,23 @@ class Call:
         return min(int(text[:18]), most)
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        if self.scope.get("http_version") == "1.0" and "content-length" not in headers:
+            self.started, self.whole = True, (status, headers, [])  # a client that does not know chunks
+            return
         pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         self.started = True
         await self.send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def piece(self, data: bytes, *, more: bool = True) -> None:
+        """A part of an answer that was started without a length."""
+        if self.whole is None:
+            await self.send({"type": "http.response.body", "body": data, "more_body": more})
+            return
+        status, headers, parts = self.whole
+        parts.append(data)
+        if not more:
+            self.whole = None
+            await self.reply(status, b"".join(parts), headers)
 
     async def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         """The whole answer at once, with its length."""
@@ -136,7 +150,7 @@ class Call:
         await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
-        await self.reply(status, orjson.dumps(value), {"content-type": "application/json", **(headers or {})})
+        await self.reply(status, dump(value), {"content-type": "application/json", **(headers or {})})
 
     async def fail(
         self, error: BaseException, headers: Mapping[str, str] | None = None, receipt: str | None = None

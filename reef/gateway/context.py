@@ -77,7 +77,7 @@ class Context:
     store_ready: Callable[[], Awaitable[bool]] = _always
     lenient: Callable[[str], bool] = lambda name: False
     recipe_of: Callable[[str], str | None] = lambda name: None
-    models: tuple[str, ...] = ()  # ids that GET /v1/models lists; empty: the engines' names
+    models: tuple[str, ...] | None = None  # ids that GET /v1/models lists; None: the engines' names
     default_scenario: str = "default"
     create_scenarios: bool = True
     fixed: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from reef.core.errors import ConflictError, EngineError, LimitError, ReefError, StoreError
+from reef.core.errors import ConflictError, EngineError, InputError, LimitError, ReefError, StoreError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Record, Status, Timing
 from reef.engines import Answer, Head, Piece
@@ -43,6 +43,7 @@ _STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _GONE = "the client went away"
 _STOPPED = "the server stopped before the answer ended"
 _LATE = "its record could not be stored in time"
+_ODD = "its answer could not be stored"
 _COMMENT = b": keep-alive\n\n"
 
 log = logging.getLogger(__name__)
@@ -237,7 +238,7 @@ class Exchange:
                 task.cancel()
 
     async def _send(self, data: bytes, *, more: bool = True) -> None:
-        await self.call.send({"type": "http.response.body", "body": data, "more_body": more})
+        await self.call.piece(data, more=more)
 
     async def _relay(self, data: bytes) -> None:
         """Store a whole answer (or a provider's refusal), then send it."""
@@ -331,7 +332,12 @@ class Exchange:
         failpoint("gateway.before_close")
         begun = time.perf_counter()
         try:
-            await self._store(record)
+            try:
+                await self._store(record)
+            except InputError as failure:  # an answer so odd that it has no row: the rest of the exchange is kept
+                log.error("an answer could not be stored: %s", failure.message, extra={"receipt": record.id})
+                record = self.record = replace(record, choices=(), reply=None, prompt_ids=None, untrainable=_ODD)
+                await self._store(record)
         except StoreError as failure:
             lenient = self.lenient
             if not lenient and self.call.started:

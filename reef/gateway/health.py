@@ -78,6 +78,9 @@ async def _missing(app: App) -> str | None:
         return f"the scenario {context.default_scenario!r} is not served yet"
     try:
         if not await context.engine_ready():
+            target = context.route(context.default_scenario, None)
+            if (why := getattr(target.engine, "why", None)) is not None:  # a provider's; it has no model to load
+                return f"provider {target.name} {why}"
             return "the engine is not ready: it is loading its model, or starting again"
         if not await context.store_ready():
             return "the record store cannot be written now"

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from reef.core.errors import InputError, MissingError, ReefError
 from reef.core.ids import is_scenario, parse_receipt
 from reef.core.nouns import Choice, Json, Record, Report, Timing
+from reef.core.text import deeper
 from reef.engines.dialect import Reader
 from reef.engines.dialect import read as read_answer
 from reef.gateway import report as reports
@@ -40,6 +41,8 @@ BYTES = 10 * 1024 * 1024
 """The largest body of these routes."""
 MOST = 1000
 """Entries in a batch."""
+DEEPEST = 512
+"""Levels of an answer's message: what is deeper could be stored, but not surely read again."""
 IMPORTED = "imported"
 FOREIGN = "imported from another release chain, so the model that answered is not known here"
 _ENVELOPE = frozenset(
@@ -51,14 +54,17 @@ _THREAD = 256 * 1024  # bytes from which reading the entries leaves the event lo
 
 async def one(app: App, call: Call) -> None:
     """One entry. 200 and its id, kind, scenario, and whether it was there already."""
-    said, duplicates = await _take(app, call, lambda body: [body])
-    await call.json(200, {**said[0], "duplicate": bool(duplicates)})
+    said, duplicates, erased = await _take(app, call, lambda body: [body])
+    await call.json(200, {**said[0], "duplicate": bool(duplicates or erased)})
 
 
 async def batch(app: App, call: Call) -> None:
-    """`{records: […]}`, at most MOST. 200 and each entry's id, kind and scenario, in order."""
-    said, duplicates = await _take(app, call, _listed)
-    await call.json(200, {"records": said, "duplicates": duplicates})
+    """`{records: […]}`, at most MOST. 200 and each entry's id, kind and scenario, in order.
+
+    `duplicates` counts those that were there, or erased here on request, which `erased` counts alone.
+    """
+    said, duplicates, erased = await _take(app, call, _listed)
+    await call.json(200, {"records": said, "duplicates": duplicates + erased, "erased": erased})
 
 
 def _listed(body: Mapping[str, Json]) -> Sequence[Json]:
@@ -74,7 +80,7 @@ def _listed(body: Mapping[str, Json]) -> Sequence[Json]:
 
 async def _take(
     app: App, call: Call, listed: Callable[[dict[str, Json]], Sequence[Json]]
-) -> tuple[list[dict[str, str]], int]:
+) -> tuple[list[dict[str, str]], int, int]:
     check_type(call.headers.get("content-type"))
     data = await read(call, BYTES)
     body = await asyncio.to_thread(_parse, data) if len(data) > _THREAD else _parse(data)
@@ -90,9 +96,9 @@ async def _take(
             return False
 
     ground = Ground(serving.scenario, serving.release_id, app.context.store, has)
-    said, duplicates = await bring(entries, ground)
+    found = await bring(entries, ground)
     app.wake(serving.scenario)
-    return said, duplicates
+    return found
 
 
 def _parse(data: bytes) -> dict[str, Json]:
@@ -122,20 +128,22 @@ def scenario_of(entries: Sequence[Json], named: str | None) -> str | None:
     """The scenario that the request names, else the one all entries name; None when nothing does."""
     if named is not None:
         return named
-    found = dict.fromkeys(entry.get("scenario") for entry in entries if isinstance(entry, dict))
-    found.pop(None, None)
+    found: dict[str, int] = {}
+    for place, entry in enumerate(entries):
+        name = entry.get("scenario") if isinstance(entry, dict) else None
+        if name is not None and not (isinstance(name, str) and is_scenario(name)):
+            raise _at(place, InputError("scenario is no name of a scenario", param="scenario"))
+        if name is not None:
+            found.setdefault(name, place)
     if len(found) > 1:
         raise InputError("the entries are of several scenarios; send a batch for each", param="records")
-    name = next(iter(found), None)
-    if name is not None and not (isinstance(name, str) and is_scenario(name)):
-        raise InputError(f"{str(name)[:80]!r} is no name of a scenario", param="records[0].scenario")
-    return name
+    return next(iter(found), None)
 
 
-async def bring(entries: Sequence[Json], ground: Ground) -> tuple[list[dict[str, str]], int]:
-    """Store the entries, all or none. What each is known by now, and how many were there already.
+async def bring(entries: Sequence[Json], ground: Ground) -> tuple[list[dict[str, str]], int, int]:
+    """Store the entries, all or none. What each is known by now, how many were there already, and how many erased.
 
-    What was erased here on request counts as there: it is passed over, and so are reports on nothing else.
+    What was erased here on request is passed over, and so are reports on nothing else.
     InputError and ConflictError name the entry (`records[3].score`).
     """
     here = await _look(entries, ground)
@@ -150,7 +158,7 @@ async def bring(entries: Sequence[Json], ground: Ground) -> tuple[list[dict[str,
         {"agent_record_id": entry["agent_record_id"], "request_type": entry["request_type"], "scenario": here.scenario}
         for entry in entries
     ]
-    return said, sum(item.duplicate for item in stored) + len(made) - len(stored)
+    return said, sum(item.duplicate for item in stored), len(made) - len(stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,8 @@ def _build(entries: Sequence[Json], here: _Here) -> list[Record | Report]:
             made.append(_report(entry, here) if entry["request_type"] == raw.REPORT else _record(entry, here))
         except InputError as error:
             raise _at(place, error) from None
+        except RecursionError:
+            raise _at(place, InputError("the entry is nested too deeply")) from None
     return made
 
 
@@ -227,10 +237,38 @@ def _record(entry: Mapping[str, Any], here: _Here) -> Record:
         if made.untrainable is None and not _whole(made):
             made = _bare(made)
     if not isinstance(known, Record):
+        _check(made, entry)
         return made
     # What an import filled in stays as it was the first time: the present release may be another one by now.
     same = dataclasses.replace(made, release_id=known.release_id, untrainable=known.untrainable)
-    return known if codec.content(known) in (codec.content(plain), codec.content(same)) else made
+    if codec.content(known) in (codec.content(plain), codec.content(same)) and known.status != "open":
+        return known
+    _check(made, entry)
+    return made
+
+
+def _check(record: Record, entry: Mapping[str, Any]) -> None:
+    """What no record of ours has: an answer that is no JSON object, a response that goes on from itself."""
+    if record.reply is not None and not isinstance(_value(record.reply), dict | None):  # null: too deep to be kept
+        raise InputError("reply must be the answer as a JSON object; leave it out when there is none", param="reply")
+    asked = _value(record.request)
+    before = asked.get("previous_response_id") if isinstance(asked, dict) else None
+    own = (record.id, record.answer_id, entry["agent_record_id"])
+    if isinstance(before, str) and (before in own or parse_receipt(before) == record.id):
+        field = "payload.previous_response_id" if "payload" in entry else "request"
+        raise InputError("previous_response_id is the response itself; it must be an earlier one", param=field)
+    for place, choice in enumerate(record.choices):
+        if deeper(choice.message, DEEPEST):
+            field = "payload.response" if "payload" in entry else f"choices[{place}].message"
+            raise InputError(f"the message is nested deeper than {DEEPEST}", param=field)
+
+
+def _value(data: bytes) -> Json:
+    """The JSON value; False when it is none."""
+    try:
+        return raw.load(data)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _whole(record: Record) -> bool:

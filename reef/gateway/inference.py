@@ -22,6 +22,7 @@ from reef.core.ids import new_receipt
 from reef.core.nouns import Json, Purpose
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import translate
+from reef.engines.dialect.value import write
 from reef.gateway import responses
 from reef.gateway.body import read_json
 from reef.gateway.call import Call
@@ -127,15 +128,18 @@ def _plan(
             changed = responses.expand(changed, earlier)
         if rules is not None:
             changed = apply_rules(changed, rules, ask.dialect)
-        rendered = None if changed is body else orjson.dumps(changed)
+        rendered = None if changed is body else write(changed, body)
         asked = ask if rendered is None else replace(ask, body=rendered)
         return rendered, lambda: engine.answer(asked)
     translation = translate(ask, earlier)
     asked = translation.ask
+    if asked.dialect == "chat" and "chat" not in engine.dialects:
+        spoken = ", ".join(sorted(engine.dialects))
+        raise InputError(f"the engine {target.name} does not speak {ask.dialect}; it speaks {spoken}", param="model")
     if asked.dialect == "count" and "count" not in engine.dialects:
         return None, lambda: _estimated(body)
     if rules is not None:
-        asked = replace(asked, body=orjson.dumps(apply_rules(orjson.loads(asked.body), rules)))
+        asked = replace(asked, body=write(apply_rules(orjson.loads(asked.body), rules), body))
     return asked.body, lambda: translation.answer(engine.answer(asked))
 
 

@@ -63,19 +63,44 @@ class Kind:
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("reef_requests_total", "Inference requests by answer", ("scenario", "dialect", "http_status")),
+        Kind(
+            "reef_requests_total",
+            "Inference requests, by scenario, dialect and the status that the client got",
+            ("scenario", "dialect", "http_status"),
+        ),
         Kind("reef_refused_total", "Requests that were refused before any work", ("route", "http_status")),
-        Kind("reef_request_seconds", "From a request's arrival to its answer's end", ("dialect",), _SLOW),
-        Kind("reef_gateway_overhead_seconds", "The part of it that Reef itself took", ("dialect",), _FAST),
-        Kind("reef_engine_seconds", "The part of it that the engine or provider took", ("dialect",), _SLOW),
-        Kind("reef_first_byte_seconds", "From arrival to the first byte of a streamed answer", ("dialect",), _SLOW),
-        Kind("reef_commit_seconds", "Until a record was on disk", (), _FAST),
-        Kind("reef_tokens_total", "Tokens by kind", ("scenario", "kind")),
-        Kind("reef_records_total", "Records by status", ("scenario", "status")),
-        Kind("reef_reports_total", "Reports received", ("scenario",)),
-        Kind("reef_bytes_total", "Bytes of request and answer bodies", ("direction",)),
-        Kind("reef_in_work", "Requests in work", (), (), True),
-        Kind("reef_store_queue", "Entries that wait for the record store", (), (), True),
+        Kind("reef_request_seconds", "Seconds from a request's arrival to its answer's end", ("dialect",), _SLOW),
+        Kind(
+            "reef_gateway_overhead_seconds",
+            "Seconds of reef_request_seconds that Reef itself took",
+            ("dialect",),
+            _FAST,
+        ),
+        Kind(
+            "reef_engine_seconds",
+            "Seconds of reef_request_seconds that the engine or provider took",
+            ("dialect",),
+            _SLOW,
+        ),
+        Kind(
+            "reef_first_byte_seconds",
+            "Seconds from arrival to the first byte of a streamed answer",
+            ("dialect",),
+            _SLOW,
+        ),
+        Kind("reef_commit_seconds", "Seconds that a record took to be on disk", (), _FAST),
+        Kind(
+            "reef_tokens_total", "Tokens as the answers tell them, by kind: prompt or completion", ("scenario", "kind")
+        ),
+        Kind(
+            "reef_records_total",
+            "Records by how they ended: complete, interrupted, aborted, rejected or failed",
+            ("scenario", "status"),
+        ),
+        Kind("reef_reports_total", "Reports that were stored", ("scenario",)),
+        Kind("reef_bytes_total", "Bytes of bodies: in (requests), out (answers)", ("direction",)),
+        Kind("reef_in_work", "Requests in work now", (), (), True),
+        Kind("reef_store_queue", "Records and reports that wait to be stored now", (), (), True),
     )
 }
 

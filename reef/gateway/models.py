@@ -43,7 +43,7 @@ async def model(app: App, call: Call) -> None:
 
 
 def _names(app: App) -> tuple[str, ...]:
-    return app.context.models or tuple(app.context.engines)
+    return tuple(app.context.engines) if app.context.models is None else app.context.models
 
 
 def _view(name: str) -> dict[str, Any]:

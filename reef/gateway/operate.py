@@ -77,6 +77,9 @@ def find(app: App, call: Call) -> Serving:
     """The scenario that the path names."""
     name = call.params["s"]
     served = app.context.watch.get(name)
+    if served is None:  # another gateway may have made it a moment ago
+        app.context.watch.refresh()
+        served = app.context.watch.get(name)
     if served is None:
         raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
     return served

@@ -25,6 +25,8 @@ from reef.gateway.lines import Lines
 HEADER_BYTES = 64 * 1024
 HEADERS = 256
 CONNECTIONS = 4096
+PIPELINED = 64  # requests that may wait on one connection for the answers before theirs
+STALLED = 30.0  # seconds in which a client that is sent something must read some of it
 DISCARDED = 80 * 1024 * 1024
 HEAD = 60.0  # seconds from a connection, or a head's first byte, to the head's end
 STOPPING = 1.0  # seconds a stop waits for the rest of a request's body
@@ -39,6 +41,7 @@ class Protocol(HttpToolsProtocol):
     most_connections = CONNECTIONS
     head_seconds = HEAD
     stop_seconds = STOPPING
+    stalled_seconds = STALLED
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,6 +51,7 @@ class Protocol(HttpToolsProtocol):
         self._discarded = 0
         self._refused = False
         self._clock: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -59,6 +63,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwind()
+        self._flowing()
         super().connection_lost(exc)
         if self.cycle is not None and not self.cycle.response_complete:
             cast(Line, (self.cycle.scope["extensions"] or {})[KEY]).lose()
@@ -83,6 +88,37 @@ class Protocol(HttpToolsProtocol):
             # put its own clock away, and one byte now and then would hold the connection for good.
             self._wind(self.head_seconds, self._late)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline:  # these first: else each answer lets another read in, and what waits grows without end
+            self.flow.pause_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None and not self.transport.is_closing():
+            self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._flowing()
+
+    def _watch(self, left: int) -> None:
+        """Close a connection whose client reads nothing of what it is sent: `left` bytes wait for it now."""
+
+        def look() -> None:
+            now = self.transport.get_write_buffer_size()
+            if now >= left:
+                self.transport.abort()
+            else:
+                self._watch(now)
+
+        self._stall = self.loop.call_later(self.stalled_seconds, look)
+
+    def _flowing(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {KEY: Line(self._reply)}  # type: ignore[dict-item]
@@ -95,6 +131,10 @@ class Protocol(HttpToolsProtocol):
             self._refuse()
             return
         self._unwind()
+        if len(self.pipeline) >= PIPELINED:
+            self._refused = True  # what was answered went out; the rest may be sent again on other connections
+            self.transport.close()
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

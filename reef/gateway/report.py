@@ -18,6 +18,7 @@ from reef.core.errors import InputError, MissingError
 from reef.core.failpoint import failpoint
 from reef.core.ids import new_report, parse_receipt
 from reef.core.nouns import Json, Record, Report
+from reef.core.text import deeper
 from reef.gateway.auth import Token
 from reef.gateway.body import check_type, parse, read
 from reef.gateway.call import Call
@@ -30,6 +31,8 @@ MAX_REFERENCES = 1000
 RECEIPT = 32  # characters
 LARGEST = 1e6
 """Of any number in a report, either sign. Squares and sums of such numbers stay finite in every recipe."""
+DEEPEST = 64
+"""Levels of lists and objects in feedback, a demonstration or metadata."""
 _REPORT_ID = re.compile(r"rep_[A-Za-z0-9_-]{1,64}")
 _FIELDS = frozenset(
     [
@@ -109,6 +112,9 @@ def check(body: Mapping[str, Any]) -> Report:
         if receipt not in references:
             raise InputError(f"per_receipt has {key!r}, which is not in references; add it there", param="per_receipt")
         scores[receipt] = value
+    for name in ("feedback", "demonstration", "metadata"):
+        if deeper(body.get(name), DEEPEST):
+            raise InputError(f"{name} is nested deeper than {DEEPEST}; send what is inside as text", param=name)
     feedback, demonstration = body.get("feedback"), body.get("demonstration")
     if feedback is not None and not isinstance(feedback, (str, dict)):
         raise InputError("feedback must be a string or an object", param="feedback")
@@ -257,7 +263,8 @@ def _receipt(value: Json, param: str) -> str:
     if isinstance(value, str) and value.startswith("rep_"):
         raise InputError(f"{value[:80]!r} is a report's id, which cannot be quoted; {_QUOTE}", param=param)
     if not isinstance(value, str) or (receipt := parse_receipt(value)) is None:
-        raise InputError(f"{str(value)[:80]!r} is not a receipt; {_QUOTE}", param=param)
+        shown = repr(value[:80]) if isinstance(value, str) else type(value).__name__
+        raise InputError(f"{shown} is not a receipt; {_QUOTE}", param=param)
     return receipt
 
 

@@ -4,6 +4,7 @@ Knows: how a recorded conversation is put together from the records it is spread
 Does not know: how an engine answers. A receipt is valid on every worker at once, so a response is too.
 
 - A response is found by the id Reef made (`resp_<receipt>`) or by the provider's own, in the token's scenarios.
+- A provider's id that is another scenario's is refused: the provider would answer from it.
 - `store: false` in its request means it is neither fetched nor continued, though its record is there.
 """
 
@@ -24,8 +25,6 @@ from reef.records import Query
 if TYPE_CHECKING:
     from reef.gateway.app import App
 
-LONGEST = 1000  # responses in one conversation
-
 
 class _Lost(InputError):
     code = "previous_response_not_found"
@@ -37,7 +36,7 @@ async def fetch(app: App, call: Call) -> None:
     call.token.enter(name)
     wanted = call.params["id"]
     record = await _find(app, name, wanted)
-    if record is None or record.reply is None or not _kept(record):
+    if record is None or record.reply is None or _object(record.request).get("store") is False:
         raise MissingError(
             f"no response {wanted[:80]!r} in scenario {name!r}; it takes the id of a finished response with store on",
             param="response_id",
@@ -49,21 +48,29 @@ async def fetch(app: App, call: Call) -> None:
 async def earlier(app: App, call: Call, scenario: str, body: Mapping[str, Any], engine: Engine) -> list[Json]:
     """The items of the conversation that a request continues; empty when its provider keeps it itself."""
     wanted: str | None = body["previous_response_id"]
-    native = "responses" in engine.dialects
     parts: list[list[Json]] = []
+    seen: set[str] = set()
+    left = app.context.limits.body_bytes
     while wanted is not None:
         record = await _find(app, scenario, wanted)
-        if native and not parts and (record is None or (record.answer_id == wanted and _same(app, record, engine))):
+        native = "responses" in engine.dialects and not parts
+        if native and (record is None or (record.answer_id == wanted and _same(app, record, engine))):
+            if record is None and await _elsewhere(app, scenario, wanted):
+                raise _Lost(f"no response {wanted[:80]!r} to go on from", param="previous_response_id")
             return []  # the provider's own: it knows what came before
-        if record is None or not _kept(record):
+        asked = _object(record.request) if record is not None else {}
+        if record is None or asked.get("store") is False:
             raise _Lost(f"no response {wanted[:80]!r} to go on from", param="previous_response_id")
         if record.reply is None:
             raise _Lost(f"the response {wanted[:80]!r} did not come to its end", param="previous_response_id")
-        asked, answered = orjson.loads(record.request), orjson.loads(record.reply)
-        parts.append([*items(asked.get("input")), *items(answered.get("output"))])
-        wanted = asked.get("previous_response_id")
-        if len(parts) > LONGEST:
-            raise InputError(f"a conversation of more than {LONGEST} responses", param="previous_response_id")
+        left -= len(record.request) + len(record.reply)
+        if record.id in seen or left < 0:
+            what = "goes in a circle" if record.id in seen else "is too long to be sent on; begin a new one"
+            raise _Lost(f"the conversation before {wanted[:80]!r} {what}", param="previous_response_id")
+        seen.add(record.id)
+        parts.append([*items(asked.get("input")), *items(_object(record.reply).get("output"))])
+        before = asked.get("previous_response_id")
+        wanted = before if isinstance(before, str) else None
     return [item for part in reversed(parts) for item in part]
 
 
@@ -94,6 +101,14 @@ async def _find(app: App, scenario: str, wanted: str) -> Record | None:
     return next((entry for _, entry in page if isinstance(entry, Record)), None)
 
 
+async def _elsewhere(app: App, scenario: str, wanted: str) -> bool:
+    """Whether a response is another scenario's. Its provider would go on with it: the key is the same for all."""
+    for name in app.context.watch.all():
+        if name != scenario and await _find(app, name, wanted) is not None:
+            return True
+    return False
+
+
 def _same(app: App, record: Record, engine: Engine) -> bool:
     """Whether a record's answer came from this engine, as far as routes are what they were: others do not know it."""
     try:
@@ -102,5 +117,10 @@ def _same(app: App, record: Record, engine: Engine) -> bool:
         return False
 
 
-def _kept(record: Record) -> bool:
-    return orjson.loads(record.request).get("store") is not False
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one for anything else (an imported record may hold whatever was sent)."""
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,8 +19,10 @@ import orjson
 
 from reef.core.errors import InputError, MissingError
 from reef.core.ids import parse_receipt
-from reef.core.nouns import Purpose, Record, Release, Report, Status
+from reef.core.nouns import Choice, Purpose, Record, Release, Report, Status
+from reef.core.text import Written
 from reef.gateway.call import Call
+from reef.gateway.report import resolve
 from reef.records import Query
 
 if TYPE_CHECKING:
@@ -34,6 +37,8 @@ _FILTERS: Mapping[str, tuple[str, ...] | None] = {
     "status": get_args(Status),
     "purpose": get_args(Purpose),
 }
+_OLDEST = 1e8  # seconds
+_YEAR = re.compile(r"[0-9]{4}")
 _RANGES = ("since", "until", "min_score", "max_score")
 
 
@@ -67,11 +72,14 @@ async def records(app: App, call: Call) -> None:
 
 
 async def record(app: App, call: Call) -> None:
-    """One record, whole: request, what the engine got, choices with their tokens, and the reports that quote it."""
-    name = _scenario(app, call)
-    receipt = parse_receipt(call.params["id"])
-    missing = MissingError(f"scenario {name!r} has no record {call.params['id'][:80]!r}", param="id")
-    if receipt is None:
+    """One record, whole: request, what the engine got, choices with their tokens, and the reports that quote it.
+
+    By its receipt, or by another id that a report may quote it by.
+    """
+    name, wanted = _scenario(app, call), call.params["*"]
+    missing = MissingError(f"scenario {name!r} has no record {wanted[:80]!r}", param="id")
+    receipt = wanted if parse_receipt(wanted) == wanted else None
+    if receipt is None and (receipt := (await resolve(app.context.store, [wanted], [name])).get(wanted)) is None:
         raise missing
     try:
         (found,) = await app.context.store.get([receipt])
@@ -153,20 +161,30 @@ def filters(given: Mapping[str, str], scenario: str, *, kind: str = "record") ->
 
 
 def moment(text: str | None, name: str) -> float | None:
-    """Unix seconds from a number or an ISO 8601 date or time; one without an offset is UTC."""
+    """Unix seconds from a number, a year, or an ISO 8601 date or time; one without an offset is UTC.
+
+    A number that would be a moment before March 1973 is no moment (but for 0): it is a year, or a mistake.
+    """
     if text is None:
         return None
     with contextlib.suppress(ValueError):
         if math.isfinite(value := float(text)):
-            return value
+            if value >= _OLDEST or value == 0:
+                return value
+            if not _YEAR.fullmatch(text):
+                raise _no_moment(text, name)
+            text = f"{text}-01-01"
     try:
         # A "+" of the offset that was not escaped has become a space on its way here.
         found = datetime.fromisoformat(text.strip().replace(" ", "+") if "T" in text else text.strip())
         return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
-        raise InputError(
-            f"{name} must be unix seconds or a time like 2025-01-31T12:00:00Z, not {text[:40]!r}", param=name
-        ) from None
+        raise _no_moment(text, name) from None
+
+
+def _no_moment(text: str, name: str) -> InputError:
+    said = f"{name} must be unix seconds, a date or time like 2025-01-31T12:00:00Z, or a year, not {text[:40]!r}"
+    return InputError(said, param=name)
 
 
 def _score(text: str | None, name: str) -> float | None:
@@ -262,13 +280,19 @@ def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:
         choices = [{"index": c.index, "text": c.text, "finish_reason": c.finish_reason} for c in item.choices]
         return view | {"choices": choices}
     return view | {
-        "choices": [asdict(choice) for choice in item.choices],
+        "choices": [_choice(choice) for choice in item.choices],
         "request": _json(item.request),
         "rendered": None if item.rendered is None else _json(item.rendered),
         "reply": None if item.reply is None else _json(item.reply),
         "prompt_ids": item.prompt_ids,
         "sampling": asdict(item.sampling) if item.sampling else None,
     }
+
+
+def _choice(item: Choice) -> dict[str, Any]:
+    """Field by field: a message may be nested deeper than `asdict` goes."""
+    whole = {field.name: getattr(item, field.name) for field in fields(item)}
+    return whole | {"spans": [asdict(span) for span in item.spans]}
 
 
 def report_view(item: Report) -> dict[str, Any]:
@@ -293,11 +317,13 @@ def _json(body: bytes) -> Any:
         orjson.loads(body)
     except orjson.JSONDecodeError:
         return body.decode("utf-8", "replace")
-    return orjson.Fragment(body)
+    return Written(body)
 
 
 def _scenario(app: App, call: Call) -> str:
     name = call.params["s"]
+    if app.context.watch.get(name) is None:  # another gateway may have made it a moment ago
+        app.context.watch.refresh()
     if app.context.watch.get(name) is None:
         raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
     return name

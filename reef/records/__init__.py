@@ -60,7 +60,10 @@ class RecordStore(Protocol):
         """
 
     async def append_all(self, entries: Sequence[Record | Report]) -> list[Stored]:
-        """Store finished records and reports in one transaction: all of them, in order, or none (the first error)."""
+        """Store finished records and reports in one transaction: all of them, in order, or none (the first error).
+
+        They come from elsewhere, so they never close a record that is open here: that is a ConflictError.
+        """
 
     async def get(self, ids: Sequence[str]) -> list[Record | Report]:
         """The entries with these ids, in that order. MissingError names the first that is unknown."""

@@ -25,6 +25,7 @@ import zstandard
 
 from reef.core.errors import InputError, StoreError
 from reef.core.nouns import Choice, Purpose, Record, Report, Sampling, Span, Status, Timing, Usage
+from reef.core.text import deeper
 
 T = TypeVar("T", Record, Report)
 
@@ -65,6 +66,7 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 _times = struct.Struct("<4d")
 _UNKNOWN = math.nan  # a time that was not measured
 _UNMEASURED = Timing(0.0)
+DEEPEST = 900  # levels of a message; a thousand are too many to read
 PLAIN = 512  # fewer bytes are not worth the microseconds of compressing them
 
 
@@ -213,12 +215,20 @@ def pack_meta(record: Record) -> bytes:
             _UNKNOWN if timing.last is None else timing.last,
         )
     except (UnicodeEncodeError, OverflowError, RecursionError, TypeError, struct.error):
+        _check_depth(record)
         return pack(encode(_strip(record)))
+    if len(fields) > DEEPEST:  # a level is a byte at least
+        _check_depth(record)
     if len(fields) >= PLAIN:
         packed = _compress(fields)
         if len(packed) < len(fields):
             return b"\x03" + times + packed
     return b"\x02" + times + fields
+
+
+def _check_depth(record: Record) -> None:
+    if any(deeper(choice.message, DEEPEST) for choice in record.choices):
+        raise InputError(f"a message is nested deeper than {DEEPEST}, which could not be read again")
 
 
 def unpack_meta(data: bytes, status: Status, purpose: Purpose) -> Record:

@@ -11,6 +11,7 @@ Does not know: threads, queues, or when a commit happens; what it remembers of a
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import sqlite3
 from collections import OrderedDict
@@ -124,13 +125,16 @@ class Rows:
         return results
 
     def put_all(self, entries: Sequence[Record | Report]) -> list[Stored]:
-        """Store all of them or none. The first error names its entry: `entry 3: …`, param `[3]` or `[3].references`."""
+        """Store all of them or none; they close nothing that is open.
+
+        The first error names its entry: `entry 3: …`, param `[3]` or `[3].references`.
+        """
         self._db.execute("SAVEPOINT whole")
         seq, fresh, sequels, begun = self._seq, self._fresh.copy(), len(self._sequels), len(self._begun)
         stored: list[Stored] = []
         try:
             for entry in entries:
-                stored.append(self._report(entry) if isinstance(entry, Report) else self._put(entry))
+                stored.append(self._report(entry) if isinstance(entry, Report) else self._put(entry, close=False))
         except (ReefError, UnicodeEncodeError, OverflowError, TypeError) as error:
             self._db.execute("ROLLBACK TO whole")
             self._db.execute("RELEASE whole")
@@ -263,7 +267,7 @@ class Rows:
         if self._erased and self._db.execute("SELECT 1 FROM erased WHERE id = ?", (name,)).fetchone():
             raise ConflictError(f"{name} was erased and cannot be stored again; use a fresh receipt")
 
-    def _put(self, record: Record) -> Stored:
+    def _put(self, record: Record, *, close: bool = True) -> Stored:
         query = "SELECT seq, closed, opening FROM records WHERE id = ?"
         found = self._db.execute(query, (record.id,)).fetchone()
         if found is None:
@@ -275,6 +279,9 @@ class Rows:
             if opening is None or opening != codec.opening(record, codec.pack_meta(record)):
                 raise ConflictError(f"record {record.id} is already stored with other content; use a fresh receipt")
             return Stored(seq, duplicate=True)
+        if closed is None and not close:
+            text = "is still being answered, and only its answer ends it; send this again once it is finished"
+            raise ConflictError(f"record {record.id} {text}")
         before = self._lookup.record(record.id)
         assert before is not None
         if closed is not None:
@@ -288,9 +295,9 @@ class Rows:
 
     def _report(self, report: Report) -> Stored:
         digest = codec.content(report)
-        found = self._db.execute("SELECT seq, digest FROM reports WHERE id = ?", (report.id,)).fetchone()
+        found = self._db.execute("SELECT seq, digest, body FROM reports WHERE id = ?", (report.id,)).fetchone()
         if found is not None:
-            if found[1] != digest:
+            if found[1] != digest and not _same_but_erased(report, found[1], found[2]):
                 raise ConflictError(f"report {report.id} is already stored with other content; use a fresh id")
             return Stored(found[0], duplicate=True)
         self._refuse_erased(report.id)
@@ -375,3 +382,16 @@ class Rows:
         except (StoreError, zstandard.ZstdError, msgspec.DecodeError):  # damage behind us must not stop new records
             return
         self._prompts.remember(key, Sequel(row[0], as_bytes(ids), depth))
+
+
+def _same_but_erased(report: Report, digest: bytes, body: bytes) -> bool:
+    """Whether a stored report, of which some references were erased since, is this one as it was or as it is now.
+
+    digest: of what was stored at first; body: what is left.
+    """
+    left = codec.decode(codec.unpack(body), Report)
+    if (now := codec.content(left)) == digest:
+        return False  # nothing was erased
+    kept = tuple(name for name in report.references if name in left.references)
+    scores = {name: value for name, value in report.per_receipt.items() if name in left.references}
+    return codec.content(dataclasses.replace(report, references=kept, per_receipt=scores)) == now

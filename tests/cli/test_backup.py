@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("name", ["copy", "copy.tar"])
 def test_a_backup_can_be_restored(folder, tmp_path, name, monkeypatch, capfd):
+    """case 35: started from, asked, its head and records the same."""
     with sqlite3.connect(folder.path / "learn.db") as db:
         db.execute("CREATE TABLE cursors (place INTEGER)")
     (folder.path / "token").write_text("secret-token-text")
@@ -37,6 +38,7 @@ def test_a_backup_can_be_restored(folder, tmp_path, name, monkeypatch, capfd):
     code, out, _ = folder.run("backup", str(target), "--check")
     assert (code, out.startswith(f"{target} can be restored: 3 records")) == (0, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "state"])
+    assert target.stat().st_mode & 0o77 == 0, "prompts are nobody else's"
     if name.endswith(".tar"):
         shutil.unpack_archive(target, tmp_path / "out")
         target = tmp_path / "out" / "copy"
@@ -66,7 +68,7 @@ def test_new_events_come_after_all_that_a_release_has_consumed(folder, tmp_path,
 def test_under_load_every_release_a_record_names_is_there(folder, tmp_path):
     """case 35: two threads write records and publish releases all the while; then the drill."""
     stop = threading.Event()
-    written = []
+    written, promised = [], []
 
     def write():
         async def run(store):
@@ -91,6 +93,7 @@ def test_under_load_every_release_a_record_names_is_there(folder, tmp_path):
             before = len(written)
             code, _, err = folder.run("backup", str(tmp_path / f"copy{n}"))
             assert code == 0, err
+            promised.append(written[:before])
             while len(written) <= before:
                 stop.wait(0.01)
     finally:
@@ -101,13 +104,17 @@ def test_under_load_every_release_a_record_names_is_there(folder, tmp_path):
         code, out, err = folder.run("backup", str(tmp_path / f"copy{n}"), "--check", "--json")
         said = json.loads(out)
         assert (code, said["wrong"]) == (0, []), err
-        assert said["records"] >= 23
+        assert said["records"] >= 3 + len(promised[n]) >= 23
         assert said["releases"] > 4
+        with sqlite3.connect(tmp_path / f"copy{n}" / "records.db") as db:
+            assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            there = {name for (name,) in db.execute("SELECT id FROM records")}
+        assert there >= set(promised[n]), "a receipt from before the backup is not in it"
 
 
 @pytest.mark.parametrize("name", ["copy", "copy.tar"])
 def test_a_kill_leaves_nothing_at_the_target(folder, tmp_path, name):
-    """case 35"""
+    """case 35: killed at any step, a backup is not there at all; the next one is whole."""
     points = ["backup.records_copied", "backup.refs_copied", "backup.filled"]
     target = tmp_path / name
     for point in [*points, "backup.packed" if name.endswith(".tar") else "backup.synced"]:
@@ -138,6 +145,7 @@ def resign(copy, *names):
 
 
 def test_the_drill_finds_what_is_wrong(folder, tmp_path):
+    """case 35: each kind of damage has its word."""
     copy = tmp_path / "copy"
     folder.run("backup", str(copy))
 
@@ -174,6 +182,10 @@ def test_wrong_words(folder, tmp_path):
     code, _, err = folder.run("backup", str(tmp_path / "there"))
     assert (code, "is there already" in err) == (2, True)
     code, _, err = folder.run("backup", str(tmp_path / "there"), "--check")
+    said = f"reef: {tmp_path / 'there'} is no backup: it has no backup.json, which `reef backup` writes\n"
+    assert (code, err) == (2, said)
+    (tmp_path / "note.tar").write_text("no tar")
+    code, _, err = folder.run("backup", str(tmp_path / "note.tar"), "--check")
     assert (code, "is no backup, or a damaged one" in err) == (2, True)
     code, _, err = folder.run("backup", str(tmp_path / "none"), "--check")
     assert (code, "there is no backup" in err) == (1, True)

@@ -60,6 +60,12 @@ def test_a_second_score_on_an_answer_is_kept_and_said_not_to_train(say, room):
     assert ["only the first one trains" in line for line in lines] == [False, True, False]
 
 
+def test_a_model_is_asked_for_by_name_only_when_one_is_given(say, room):
+    say("1+1")
+    say("1+1", words=("--as", "fast"))
+    assert [body.get("model", "none") for body, _ in room.chats] == ["none", "fast"]
+
+
 def test_scenario_release_help_and_a_new_conversation(say, room):
     status, out, _ = say("1+1", "/release", "/help", "/new", "1+2", words=("-s", "mine"))
     release = room.scenarios["mine"]["releases"][0]["release_id"][:12]

@@ -7,10 +7,14 @@ import sys
 
 import pytest
 
+from reef.cli.main import main
 from reef.core.nouns import Choice
-from reef.records import Query
+from reef.records import Query, raw
 from tests.cli.kept import Folder
 from tests.gateway.test_imports import ENVELOPES, build, build_report
+
+FAKE = ("--reef.engine", "fake", "--training.backend", "fake", "--reef.recipe", "record")
+SFT = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def test_a_round_trip_into_another_folder_is_exact(folder, tmp_path, monkeypatch
         code, out, err = other.run("import", str(file))
         again = other.run("import", str(file), "--json")
     assert (code, out) == (0, "4 entries, of which 0 were there already\n"), err
-    assert json.loads(again[1]) == {"entries": 4, "duplicates": 4}
+    assert json.loads(again[1]) == {"entries": 4, "duplicates": 4, "erased": 0}
     assert other.use(lambda store: store.get([entry.id for entry in entries])) == entries
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.jsonl", "other", "state"]
     assert other.run("export")[1].encode() == file.read_bytes()
@@ -80,6 +84,34 @@ def test_a_pipe_that_closes_early_ends_it_quietly(folder):
     done = subprocess.run(["bash", "-o", "pipefail", "-c", words], capture_output=True, check=False)
     assert (done.returncode, len(done.stdout)) == (0, 100), done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("levels", [300, 800])
+def test_what_hardly_is_json_can_be_shown_and_exported(folder, tmp_path, monkeypatch, capfd, levels):
+    """Lone surrogates, numbers of any size, more levels than most writers of JSON go."""
+    deep = {"n": 2**80}
+    for n in range(levels):
+        deep = {"a": deep} if n % 2 else [deep]
+    lone = "a\ud800b"
+    answers = [
+        said(lone, message={"role": "assistant", "content": lone, "reasoning": lone}),
+        said("x", 1, message={"role": "assistant", "content": None, "deep": deep}),
+    ]
+    record = plain(folder, ask("q"), *answers, model_asked=lone, answer_id=lone)
+    scored = build_report(record.id, score=1.0, choice=0, feedback={lone: lone}, metadata={"n": 2**80})
+    corrected = build_report(record.id, demonstration={"role": "assistant", "content": lone, "deep": deep}, choice=1)
+    folder.store(record, scored, corrected)
+    for shape, count in [("raw", 3), ("sft", 2), ("prompts", 2), ("preference", 1)]:
+        code, out, err = folder.run("export", "--shape", shape)
+        assert (code, len(out.splitlines())) == (0, count), (shape, err)
+    out = folder.run("export")[1]
+    assert [raw.load(line)["agent_record_id"] for line in out.splitlines()] == [record.id, scored.id, corrected.id]
+    with folder.serving():
+        for words in ([], ["--reports"], [record.id]):
+            for more in ([], ["--json"]):
+                code, out, err = folder.run("records", *words, *more)
+                assert code == 0, (words, more, err)
+                assert "Traceback" not in err
 
 
 def test_wrong_words_are_usage_errors(folder):
@@ -212,7 +244,7 @@ def test_an_import_goes_on_where_it_stopped(folder, tmp_path, served, monkeypatc
     def twice():
         code, _, err = folder.run("import", str(file))
         assert code == 2
-        assert "after 6 entries: records[1].references: references must be a list" in err
+        assert "reef: line 8: references must be a list" in err
         assert err.endswith("correct the file and run this again\n")
         code, _, err = folder.run("import", str(file))
         assert "going on after 6 entries" in err
@@ -233,8 +265,8 @@ def test_lines_of_several_scenarios_are_sent_apart(folder, tmp_path):
     file = tmp_path / "in.jsonl"
     rows = [ENVELOPES[0] | {"agent_record_id": f"n{n}", "scenario": ("default", "two")[n % 2]} for n in range(4)]
     file.write_text("\n".join(map(json.dumps, rows)))
-    code, _, err = folder.run("import", str(file))
-    assert (code, "no scenario 'two' here" in err) == (1, True)
+    code, _, err = folder.run("import", str(file), "--reef.create_scenarios", "false", *FAKE)
+    assert (code, "there is no scenario 'two', and reef.create_scenarios is off" in err) == (1, True), err
     with folder.serving():
         assert folder.run("import", str(file))[0] == 0
     assert len(folder.use(lambda store: store.find(Query("two")))) == 2
@@ -242,9 +274,51 @@ def test_lines_of_several_scenarios_are_sent_apart(folder, tmp_path):
         assert folder.run("import", str(file), "-s", "three")[1].startswith("4 entries, of which 0")
 
 
+def test_a_mistake_after_the_part_that_is_in_has_its_line_of_the_file(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("reef.cli.export.BATCH", 2)
+    file = tmp_path / "in.jsonl"
+    rows = [json.dumps(ENVELOPES[0] | {"agent_record_id": f"n{n}"}) for n in range(5)]
+    file.write_text("\n\n".join([*rows, "{"]) + "\n")
+    for _ in range(2):  # the second time it goes on
+        code, _, err = folder.run("import", str(file))
+        assert (code, "line 11 is not JSON" in err) == (2, True), err
+
+
+def test_an_import_into_a_new_folder_makes_its_scenarios(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    rows = [ENVELOPES[0] | {"agent_record_id": f"n{n}", "scenario": ("default", "two")[n % 2]} for n in range(4)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["import", "in.jsonl", *FAKE]) == 0, capfd.readouterr().err
+    assert capfd.readouterr().out == "4 entries, of which 0 were there already\n"
+    for scenario in ("default", "two"):
+        assert main(["export", "-s", scenario, *FAKE]) == 0
+        assert len(lines(capfd.readouterr().out)) == 2
+    assert main(["export", "-s", "nope", *FAKE]) == 1
+    assert "there is no scenario 'nope' in .reef; there are default, two" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_what_was_erased_is_not_told_as_there(folder, tmp_path, served):
+    """An import cannot bring it back."""
+    folder.store(*everything(folder))
+    file = tmp_path / "all.jsonl"
+    folder.run("export", "-o", str(file))
+    assert file.stat().st_mode & 0o777 == 0o600, "prompts are nobody else's"
+    assert folder.run("forget", "--session", "s1", "--yes")[0] == 0
+    if served:
+        with folder.serving():
+            code, out, _ = folder.run("import", str(file))
+    else:
+        code, out, _ = folder.run("import", str(file))
+    assert (code, out) == (
+        0,
+        "4 entries, of which 2 were there already, and 2 were erased here on request and stay so\n",
+    )
+
+
 def test_what_is_no_line_is_named(folder, tmp_path):
     file = tmp_path / "in.jsonl"
-    for text, message in [("{", "line 1 (after the part that is in) is not JSON"), ("[]", "is not an object")]:
+    for text, message in [("{", "line 1 is not JSON"), ("[]", "is not an object"), (SFT, "is training data")]:
         file.write_text(text)
         code, _, err = folder.run("import", str(file))
         assert code == 2

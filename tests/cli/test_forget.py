@@ -124,8 +124,9 @@ def test_it_asks_first(folder, monkeypatch):
 def test_wrong_words(folder):
     Story(folder)
     for words, code, message in [
-        (("--record", "nothing"), 2, "'nothing' is not a receipt"),
-        (("--record", "f" * 32), 1, "has no record ffff"),
+        (("--record", "nothing"), 1, "scenario 'default' has no record 'nothing'"),
+        (("--session", "a", "-s", "nope"), 1, "there is no scenario 'nope' in"),
+        (("--record", "f" * 32), 1, "has no record 'ffff"),
         (("--tag", "user"), 2, "--tag is NAME=VALUE"),
         (("--session", "a", "--url", "http://127.0.0.1:9"), 2, "run it on the server's machine"),
         ((), 2, "one of the arguments"),

@@ -1,8 +1,11 @@
 """The program: help of every command, exit codes, errors with a next step."""
 
 import argparse
+import http.server
 import json
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,146 @@ def test_reading_commands_have_json(name, capsys):
 def test_wrong_usage_is_2(arguments, capsys):
     assert main(arguments) == 2
     assert "reef" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["srve"], "there is no 'srve'; did you mean serve?"),
+        (["token", "crate", "x"], "there is no 'crate'; did you mean create?"),
+        (["export", "--shape", "stf"], "there is no 'stf'; did you mean sft?"),
+        (["zzz"], "there is no 'zzz'; there are serve, run, "),
+        (["records", "--sesion=x"], "reef records: error: there is no option --sesion here; did you mean --session?"),
+        (["token", "create", "x", "--scenaro", "a"], "did you mean --scenario?"),
+        (["serve", "--prot", "1"], "did you mean --reef.port?"),
+        (["serve", "extra"], "there is no argument extra here; `reef serve --help` lists"),
+        (["status", "--model", "x"], "there is no option --model here"),
+    ],
+)
+def test_the_nearest_word_is_named(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_names_every_form_of_a_model(capsys):
+    main(["serve", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for form in ("openai/NAME", "anthropic/NAME", "ollama/NAME", "http(s)://", "model folder", "a hub id"):
+        assert form in said
+
+
+def test_a_broken_file_is_said_to_commands_that_do_not_need_all_of_it(capsys):
+    Path("reef.yaml").write_text("reef: {bacth_size: 1}\nengines: {up: {url: http://h/v1, key_env: NO_SUCH_KEY}}\n")
+    assert main(["token", "list"]) == 0
+    assert capsys.readouterr().err.startswith("reef: warning: reef.yaml:1: reef.bacth_size is not a setting; did you")
+    assert main(["releases", "--reef.port", "1"]) == 1
+    assert capsys.readouterr().err.count("warning") == 1, "once, and nothing of keys that only a server needs"
+    Path("reef.yaml").write_text("gaet: {}")
+    assert main(["token", "list"]) == 2
+
+
+def test_run_refuses_a_wrong_configuration_before_it_starts_anything(capsys):
+    Path("serve.yaml").write_text("reef: {bacth_size: 1}\n")
+    Path("run.py").write_text("")
+    assert main(["run", "."]) == 2
+    assert "reef.bacth_size is not a setting" in capsys.readouterr().err
+
+
+@pytest.fixture
+def provider():
+    """Answers GET /v1/models with the status that `status` has."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        status = 200
+
+        def do_GET(self):
+            self.send_response(self.status if self.path == "/v1/models" else 404)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        Answer.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield Answer
+        server.shutdown()
+        thread.join()
+
+
+def test_doctor_asks_each_provider_once(capsys, provider, monkeypatch):
+    def found():
+        main(["doctor", "--json", "--model", provider.url, "--reef.port", "0"])
+        rows = {item["what"]: item for item in json.loads(capsys.readouterr().out)["findings"]}
+        return rows["engine upstream"]["ok"], rows["engine upstream"]["note"].split(" ", 1)[1]
+
+    monkeypatch.setenv("REEF_UPSTREAM_API_KEY", "canary")
+    assert found() == (True, "answers")
+    provider.status = 404
+    assert found() == (True, "answers (404 to GET /v1/models)")
+    provider.status = 401
+    assert found() == (False, "refused the key in REEF_UPSTREAM_API_KEY (401)")
+    provider.status = 503
+    assert found() == (False, "answers 503")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        provider.url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+    assert found() == (False, "refused the connection; is it running?")
+
+
+def test_teach_in_front_of_a_provider_says_at_once_what_it_needs(capsys):
+    assert main(["teach", "--model", "http://127.0.0.1:1", "--reef.port", "1"]) == 2
+    assert "`reef teach` needs a model of Reef's own" in capsys.readouterr().err
+
+
+def banner(*words):
+    from reef.cli import bind, serve
+
+    args = parser().parse_args(["serve"])
+    rest, args.overrides = options.overrides(words)
+    args.model = rest[0] if rest else None
+    loaded, bound = bind.load_checked(args)
+    return "\n".join(serve._banner(loaded, loaded.settings, "http://h", None, bound["default"]))
+
+
+def test_the_banner_fits_what_is_served():
+    own = banner()
+    assert " teach " in own
+    assert '"model": "smollm2-135m"' in own
+    assert "gate guarded" in own
+    front = banner("http://127.0.0.1:9")
+    assert " teach " not in front
+    assert "model     as each request names it (engine upstream at 127.0.0.1:9)" in front
+    assert "recipe    record (nothing is learnt)" in front
+    assert "chat --as MODEL" in front
+    assert "aliases" not in front
+    Path("reef.yaml").write_text(
+        "reef: {engine: up}\nengines: {up: {url: http://h/v1}}\nmodels: {fast: up/x, slow: up/y}"
+    )
+    front = banner()
+    assert "aliases   fast (up/x), slow (up/y)" in front
+    assert '"model": "fast"' in front
+
+
+def test_a_server_whose_provider_is_away_starts_and_says_so(capsys, provider, monkeypatch):
+    from reef.cli import serve
+
+    def do_get(self):
+        self.send_response(503)
+        self.end_headers()
+        self.wfile.write(b'{"status": "not ready", "reason": "provider up at h:1 refused the connection"}')
+
+    monkeypatch.setattr(provider, "do_GET", do_get)
+    monkeypatch.setattr(serve, "PATIENCE", 0.0)
+    serve._announce(provider.url, "BANNER", time.monotonic(), Path("logs"))
+    (waiting,) = (thread for thread in threading.enumerate() if thread.name == "announce")
+    waiting.join(20)
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:4] == [
+        "waiting: provider up at h:1 refused the connection",
+        "BANNER",
+        "warning: provider up at h:1 refused the connection",
+    ]
 
 
 def test_version(capsys):

@@ -184,6 +184,35 @@ def test_model_shorthands(write, tmp_path):
     assert load(up, model="gpt-x", environment={}).settings.engine("up").model == "gpt-x"
 
 
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://127.0.0.1:9101/v1", "http://127.0.0.1:9101/v1"),
+        ("http://127.0.0.1:9101", "http://127.0.0.1:9101/v1"),
+        ("https://h/", "https://h/v1"),
+        ("https://h/api/v4", "https://h/api/v4"),
+    ],
+)
+def test_a_providers_address_is_a_model(given, url):
+    loaded = load(model=given, environment={})
+    engine = loaded.settings.engine("upstream")
+    assert (loaded.settings.reef.engine, engine.url, engine.model, engine.key_env) == ("upstream", url, None, None)
+    assert sources(loaded)["engines.upstream.url"] == "command line"
+    environment = {
+        "REEF_UPSTREAM_URL": "http://other/v1",
+        "REEF_UPSTREAM_API_KEY": "canary",
+        "REEF_UPSTREAM_MODEL": "m",
+    }
+    engine = load(model=given, environment=environment).settings.engine("upstream")
+    assert (engine.url, engine.model, engine.key_env) == (url, "m", "REEF_UPSTREAM_API_KEY")
+    assert load(environment={"REEF_UPSTREAM_URL": given}).settings.engine("upstream").url == url
+
+
+def test_an_address_that_is_none():
+    refused("command line: a provider's address begins with http:// or https://", model="ftp://h/v1")
+    refused("environment REEF_UPSTREAM_URL: a provider's", environment={"REEF_UPSTREAM_URL": "127.0.0.1:9101"})
+
+
 def test_upstream_from_the_environment():
     environment = {"REEF_UPSTREAM_URL": "http://h/v1", "REEF_UPSTREAM_MODEL": "m", "REEF_UPSTREAM_API_KEY": "sk-canary"}
     loaded = load(environment=environment)

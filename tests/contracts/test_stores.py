@@ -95,6 +95,7 @@ async def test_an_entry_comes_back_exactly(store, open_store):
 
 
 async def test_order_is_the_sequence_of_events(store):
+    """case 30: ids and times have no say in it."""
     opened = record("open")
     entries = [opened, report(opened.id, score=1.0), record(), closed(opened), report(opened.id, score=0.0)]
     seqs = [(await store.append(entry)).seq for entry in entries]
@@ -107,6 +108,7 @@ async def test_order_is_the_sequence_of_events(store):
 
 
 async def test_a_reader_that_follows_the_log_misses_nothing_of_two_writers(open_store):
+    """case 30: numbers become visible in their order."""
     stores = [await open_store(f"gateway-{number}-test") for number in range(2)]
     reader = await open_store("learner-1-test")
     written = []
@@ -130,6 +132,7 @@ async def test_a_reader_that_follows_the_log_misses_nothing_of_two_writers(open_
 
 
 async def test_the_same_again_is_a_duplicate_and_other_content_a_conflict(store):
+    """case 28: of every store."""
     made = record()
     said = report(made.id, score=1.0)
     for entry, other in ((made, dataclasses.replace(made, error="no")), (said, dataclasses.replace(said, score=0.0))):
@@ -184,6 +187,7 @@ async def test_a_report_needs_its_records(store):
 
 
 async def test_a_report_counts_while_its_record_is_open_also_from_another_process(open_store):
+    """case 25: on any worker."""
     one, other = await open_store("gateway-1-test"), await open_store("gateway-2-test")
     opened = record("open")
     await one.append(opened)
@@ -304,8 +308,9 @@ async def test_many_are_stored_together_in_order_and_answered_as_duplicates_agai
 
 
 async def test_one_wrong_entry_of_many_stores_none_and_is_named(store):
-    known = record()
+    known, running = record(), record("open")
     await store.append(known)
+    await store.append(running)
     fresh = record(tags={"n": "1"})
     body = b'{"messages":[{"role":"user","content":"%s"}]}' % (b"a long question of its own " * 20)
     wrong = [
@@ -314,13 +319,15 @@ async def test_one_wrong_entry_of_many_stores_none_and_is_named(store):
         (InputError, "[2]", record(session="lone \ud800")),
         (InputError, "[2]", record(prompt_ids=(-1,))),
         (InputError, "[2]", record("open")),
+        (ConflictError, "[2]", closed(running)),  # what is under way is ended by its own answer alone
     ]
     for kind, param, entry in wrong:
         with pytest.raises(kind, match="entry 2: ") as caught:
             await store.append_all([fresh, record(request=body), entry, record()])
         assert caught.value.param == param
-    assert len(await store.events("a", 0, 9)) == 1
+    assert len(await store.events("a", 0, 9)) == 2
     assert await paged(store, Query("a", tag=("n", "1"))) == []
+    assert not (await store.append(closed(running))).duplicate
     alike = record(request=body)  # what the failed batches had in common with it must not be taken as stored
     await store.append_all([fresh, alike])
     assert await store.get([fresh.id, alike.id]) == [fresh, alike]

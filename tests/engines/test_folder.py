@@ -261,6 +261,7 @@ def test_a_kill_while_converting_leaves_nothing_half_made(packaged: Path, cache:
 
 
 def test_a_damaged_package_says_so(packaged: Path, cache: Path) -> None:
+    """case 34: weights whose digest is not their package's are refused."""
     whole = packaged.read_bytes()
     packaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(InputError, match="does not match its package; run: pip install"):

@@ -328,6 +328,66 @@ async def test_a_cancelled_wait_frees_its_place_and_drops_the_connection():
         assert await everything(await asyncio.wait_for(second, 2)) == b"hi"
 
 
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"HTTP/1.1 200 ", b"O" * 5000),
+        (b"HTTP/1.1 200 OK\r\nx-a: ", b"b" * 5000),
+        (b"HTTP/1.1 200 OK\r\n", b"x" * 5000),
+        (b"HTTP/1.1 200 OK\r\n", b"x-a: " + b"b" * 5000 + b"\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 200),
+        (CHUNKED + b"2\r\nhi\r\n", b"0" * 5000),
+        (CHUNKED + b"2\r\nhi\r\n1;a=", b"b" * 5000),
+        (CHUNKED + b"2\r\nhi\r\n0\r\nx-a: ", b"b" * 5000),
+    ],
+    ids=["status", "header", "name", "headers", "interim", "size", "extension", "trailer"],
+)
+async def test_what_is_no_body_is_bounded(begin, more):
+    """Also where it never ends: what a server sends without saying anything costs no more than a head may."""
+    sent = []
+
+    def script(number, connection):
+        yield begin
+        for _ in range(2000):
+            sent.append(len(more))
+            yield more
+
+    async with serving(script=script, connections=1) as (client, _):
+        with pytest.raises(Broken):
+            await everything(await post(client))
+        assert not client._lines
+    assert sum(sent) < 2000 * len(more)
+
+
+async def test_a_long_body_in_small_chunks_is_not_bounded():
+    """What frames the chunks counts only where no body comes with it."""
+    pieces = [CHUNKED, *[b"5;a=" + b"b" * 2000 + b"\r\nhello\r\n"] * 60, b"0\r\nx-a: 1\r\n\r\n"]
+    async with serving(*pieces) as (client, _):
+        assert await everything(await post(client)) == b"hello" * 60
+
+
+async def test_nobody_waits_for_a_place_for_ever():
+    """All connections at work: an error that says so, and the place is there again afterwards."""
+    async with serving(
+        script=lambda number, connection: [...] if connection == 1 else [OK], connections=1, connect=0.05
+    ) as (client, server):
+        assert not client.full
+        asked = asyncio.ensure_future(post(client))
+        await asyncio.sleep(0.02)
+        assert client.full
+        for _ in range(2):
+            with pytest.raises(Unreachable) as caught:
+                await post(client)
+            assert (caught.value.full, caught.value.final) == (True, True)
+        assert server.connections == 1
+        asked.cancel()
+        await asyncio.sleep(0)
+        assert await everything(await post(client)) == b"hi"
+
+
 async def test_nobody_listens():
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     url = client_url(server)

@@ -55,6 +55,7 @@ def test_waits_grow_and_end(clock):
 
 
 def test_what_is_asked_is_kept_to_or_not_tried(clock):
+    """case 19: one budget of time and tries."""
     budget = Budget(9, 10.0)
     assert budget.wait(6.0) == 6.0
     clock.now += 6.0

@@ -26,6 +26,7 @@ def parse(pieces):
 @settings(deadline=None)
 @given(streams, st.data())
 def test_any_cuts_give_the_same_events(data, draw):
+    """case 6: bytes cut anywhere are the same events."""
     whole, _ = parse([data])
     one_by_one, _ = parse([data[place : place + 1] for place in range(len(data))])
     cuts = sorted(draw.draw(st.lists(st.integers(0, len(data)), max_size=5)))
@@ -36,6 +37,7 @@ def test_any_cuts_give_the_same_events(data, draw):
 
 
 def test_the_format():
+    """case 6: `data:` without a space, several lines, comments, every line end."""
     data = (
         b"\xef\xbb\xbfdata: one\r\n\r\n"
         b": comment\ndata:two\ndata:  three\n\n"

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from aiohttp import web
 
-from reef.core.errors import ConfigError, EngineError, UpstreamError
+from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
 from reef.core.nouns import Usage
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.upstream import NO_TOKENS, UpstreamEngine
@@ -157,6 +157,7 @@ async def test_what_is_sent(provider, engine):
 
 @pytest.mark.parametrize("how", ["whole", "bytes", "crlf"])
 async def test_stream_passes_untouched_and_only_its_end_is_terminal(provider, engine, how):
+    """case 1, case 6: a byte at a time, CRLF, a comment first; usage in the last chunk."""
     good = GOOD if how != "crlf" else b": hello\r\n\r\n" + GOOD.replace(b"\n", b"\r\n")
     pieces = [good] if how == "whole" else [good[place : place + 1] for place in range(len(good))]
     provider.script = streams(*pieces)
@@ -291,6 +292,7 @@ async def test_packed_streams_are_unpacked(provider, engine, name, pack, size):
     ],
 )
 async def test_packed_answers_that_cannot_be_unpacked(provider, engine, body, headers):
+    """case 7: an error, never an empty answer."""
     provider.script = replies(body, **headers)
     with pytest.raises(UpstreamError):
         await collect(engine, ask())
@@ -530,7 +532,7 @@ def test_what_an_engine_speaks():
 
 
 async def test_a_dialect_that_it_does_not_speak(engine):
-    with pytest.raises(EngineError, match="does not speak messages"):
+    with pytest.raises(InputError, match="does not speak messages"):
         await collect(engine, ask(dialect="messages"))
 
 
@@ -769,6 +771,31 @@ async def test_no_proxy_is_kept_to(provider, proxy, monkeypatch):
         await collect(engine, ask())
         await engine.close()
     assert proxy[1] == []
+
+
+async def test_all_connections_at_work(provider):
+    """Whoever waits for one is told so, is not tried again, and the engine stays ready."""
+    engine = UpstreamEngine(provider.url, connections=1, connect=0.05, pause=0.001)
+    assert await engine.ready()
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def script(request):
+        begun.set()
+        await go.wait()
+        return web.Response(body=WHOLE, content_type="application/json")
+
+    provider.script = script
+    first = asyncio.ensure_future(collect(engine, ask()))
+    await begun.wait()
+    with pytest.raises(UpstreamError, match=r"all connections to .* are at work") as caught:
+        await collect(engine, ask())
+    assert caught.value.status == 503
+    engine._reached = (float("-inf"), True)  # long ago
+    assert await engine.ready()
+    go.set()
+    await first
+    assert len(provider.seen) == 1
+    await engine.close()
 
 
 async def test_connections_are_bounded_where_asked(provider):

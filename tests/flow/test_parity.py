@@ -152,7 +152,7 @@ async def test_kills_under_load_lose_nothing(process, provider, session, seed):
 
 
 async def test_rows_are_answers_are_receipts(process, session):
-    """Without any trouble, 2,000 requests are 2,000 complete rows and no other."""
+    """case 23: Without any trouble, 2,000 requests are 2,000 complete rows and no other."""
     process.start()
     async with Load(session, process.url, "n", most=2000) as load:
         notes = await load.done()

@@ -123,8 +123,10 @@ def test_patterns_say_which_scenarios():
         "one",
     ]
     token.enter("team-a")
-    with pytest.raises(RightError, match="default"):
+    with pytest.raises(RightError, match="default") as caught:
         token.enter("default")
+    assert "this token is for the scenarios one, team-*, not for 'default'; name one of them in" in caught.value.message
+    assert "x-reef-scenario" in caught.value.message
     with pytest.raises(RightError, match="reef token create"):
         Token("app", frozenset({"infer"})).require("read")
 
@@ -228,6 +230,7 @@ async def test_over_http(gateway):
 
 
 async def test_an_episodes_request_is_pinned_and_an_evaluation(gateway):
+    """case 18: an episode's token asks one release."""
     first = gateway.chain.head("default").id
     gateway.publish_rules("Be brief.")
     gateway.context.tokens.refresh([grant("s-episode", rights=["infer"], scenarios=("default",), release=first)])

@@ -8,6 +8,7 @@ what makes it useful, but no log line or metric does.
 import asyncio
 import json
 import logging
+import sqlite3
 
 import httpx
 import pytest
@@ -15,6 +16,8 @@ from aiohttp import web
 
 from reef.cli.logs import EXTRA, Lines, Log
 from reef.engines.upstream import UpstreamEngine
+from reef.records import Query
+from reef.records.sqlite import SqliteStore
 from reef.records.tokens import RIGHTS, Grant, Quota, digest
 
 CANARY = "CANARY0b5e7c1d9f2a48e6"
@@ -260,6 +263,17 @@ async def test_in_what_is_asked(watched, capfd, script):
     await watched.check(capfd)
 
 
+@pytest.mark.parametrize("script", ["400", "422", "429", "in-band"])
+async def test_in_what_a_provider_refuses(watched, capfd, script):
+    """Its words are the client's to read, who sent what is in them; nobody else reads them."""
+    watched.provider.script = script
+    for path, body in asks():
+        for stream in (False, True):
+            await watched.send("POST", path, json=body | {"stream": stream})
+    assert script == "in-band" or {answer.status_code for answer in watched.answers} == {int(script)}
+    await watched.check(capfd, errors=False)
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_the_providers_key_in_its_error(watched, capfd, path):
     """A provider that repeats the key it was sent: in a refusal of any kind."""
@@ -311,6 +325,31 @@ async def test_in_a_body_that_is_wrong(watched, capfd):
             headers = {"content-type": "application/json"}
             await watched.send("POST", path, headers=headers, content=data.encode("latin-1"))
     await watched.check(capfd)
+
+
+@pytest.mark.parametrize("script", ["good", "400", "401", "500", "in-band", "cut"])
+async def test_on_disk(watched, capfd, script):
+    """The state folder, from which data sets are made, has neither the tokens that came nor the provider's key."""
+    watched.provider.script = script
+    right = {"authorization": f"Bearer right-{CANARY}", "cookie": f"c={CANARY}", "proxy-authorization": CANARY}
+    for path, body in ((CHAT, ASK), ("/v1/messages", ASK | {"max_tokens": 5})):
+        for stream in (False, True):
+            await watched.send("POST", path, token=None, headers=right, json=body | {"stream": stream})
+    await watched.check(capfd)
+    await watched.gateway.store.close()
+    files = [path for path in watched.gateway.state.rglob("*") if path.is_file()]
+    assert any(path.name == "records.db" for path in files)
+    with sqlite3.connect(watched.gateway.state / "records.db") as db:
+        assert db.execute("SELECT count(*) FROM records").fetchone()[0] == 4
+        said = repr([db.execute(f"SELECT * FROM {name}").fetchall() for name in ("records", "tags")])
+    store = SqliteStore(watched.gateway.state / "records.db", owner="checker-0-0")
+    await store.start()
+    said += repr([entry for _, entry in await store.find(Query("default"))])  # with what is packed
+    await store.close()
+    for canary in (CANARY, KEY):
+        assert canary not in said
+        for path in files:
+            assert canary.encode() not in path.read_bytes(), f"{canary} is in {path.name}"
 
 
 async def test_when_the_store_fails(watched, capfd):

@@ -1,10 +1,12 @@
 """Responses and Messages in front of an engine that speaks chat only, and what is recorded of them."""
 
+import dataclasses
 import json
 
 import pytest
 
 from reef.engines.fake import FakeEngine, Fault
+from reef.gateway.context import Limits
 from reef.records import Query
 
 HELLO = {
@@ -154,6 +156,64 @@ async def test_responses_that_cannot_be_continued(gateway, client):
         assert response.json()["error"]["code"] == "previous_response_not_found"
         if wanted:
             assert (await client.get(f"/v1/responses/{wanted}")).status_code == 404
+
+
+async def test_a_conversation_that_goes_in_a_circle_is_refused(gateway, client):
+    first = (await client.post("/v1/responses", json=GREET)).json()
+    record = await gateway.record(first["id"].removeprefix("resp_"))
+    circle = dataclasses.replace(
+        record,
+        id="0" * 32,
+        answer_id="resp_l",
+        request=json.dumps(GREET | {"previous_response_id": "resp_l"}).encode(),
+        prompt_ids=None,
+        choices=(),
+    )
+    odd = dataclasses.replace(circle, id="1" * 32, answer_id="resp_odd", request=b"[1]", reply=b"7")
+    await gateway.store.append(circle)
+    await gateway.store.append(odd)
+    response = await client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_l"})
+    assert response.status_code == 400
+    assert "circle" in response.json()["error"]["message"]
+    assert (await client.post("/v1/responses", json={"input": "x", "previous_response_id": "resp_odd"})).is_success
+    assert (await client.get("/v1/responses/resp_odd")).status_code == 200
+
+
+async def test_a_conversation_that_is_too_long_is_refused(run, tmp_path):
+    async with run(tmp_path, limits=Limits(drain_seconds=5, body_bytes=4000)) as gateway, gateway.client() as client:
+        last = None
+        for _ in range(10):
+            response = await client.post("/v1/responses", json=GREET | {"previous_response_id": last})
+            if not response.is_success:
+                break
+            last = response.json()["id"]
+    assert response.status_code == 400
+    assert "too long" in response.json()["error"]["message"]
+
+
+async def test_another_scenarios_conversation_is_not_continued_by_its_provider(run, tmp_path):
+    engine = FakeEngine()
+    async with run(tmp_path, engine) as gateway, gateway.client() as client:
+        first = await client.post("/v1/responses", json=GREET, headers={"x-reef-scenario": "theirs"})
+        record = await gateway.record(receipt_of(first))
+        theirs = dataclasses.replace(record, id="0" * 32, answer_id="resp_provider", prompt_ids=None, choices=())
+        await gateway.store.append(theirs)
+        engine.dialects = frozenset({"chat", "responses"})
+        wanted = {"input": "x", "previous_response_id": "resp_provider", "messages": HELLO["messages"]}
+        response = await client.post("/v1/responses", json=wanted)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "previous_response_not_found"
+        unknown = await client.post("/v1/responses", json=wanted | {"previous_response_id": "resp_new"})
+        assert unknown.is_success, "the provider's own: it knows"
+
+
+async def test_an_engine_that_speaks_neither_dialect_nor_chat(run, tmp_path):
+    engine = FakeEngine()
+    engine.dialects = frozenset({"messages"})
+    async with run(tmp_path, engine) as gateway, gateway.client() as client:
+        response = await client.post("/v1/responses", json=GREET)
+        assert response.status_code == 400
+        assert "does not speak responses" in response.json()["error"]["message"]
 
 
 async def test_counting_leaves_no_record(gateway, client):

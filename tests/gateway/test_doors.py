@@ -11,6 +11,7 @@ import pytest
 
 from reef.gateway.auth import Token, Tokens
 from reef.gateway.context import Limits
+from reef.records.tokens import RIGHTS, Grant, Quota, digest
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
@@ -145,6 +146,7 @@ async def test_unsupported_encoding_lists_what_is(client):
 
 
 async def test_body_of_65_mib(gateway, client):
+    """case 16: over the limit, packed or not, it never reaches an engine."""
     big = b'{"messages": [{"role": "user", "content": "' + b"x" * (65 * 1024 * 1024) + b'"}]}'
     response = await client.post("/v1/chat/completions", content=big, headers=JSON)
     assert response.status_code == 413
@@ -198,19 +200,49 @@ async def raw(gateway, data, *, until=b"}}"):
     "headers",
     [
         b"x-big: " + b"s" * 170_000 + b"\r\n",
-        b"".join(b"x-%d: secret\r\n" % place for place in range(10_000)),
+        b"".join(b"x-%d: CANARY\r\n" % place for place in range(10_000)),
         b"x-half: " + b"s" * 70_000,  # never ends
     ],
 )
-async def test_headers_too_large(gateway, headers):
-    answer = await raw(gateway, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+async def test_headers_too_large(gateway, headers, caplog):
+    """case 16: 170 KB, 10,000 of them, or without an end: a 431 that says the limit, and a line without the secret."""
+    top = b"GET /v1/models?key=CANARY HTTP/1.1\r\nhost: x\r\nauthorization: Bearer CANARY\r\n"
+    answer = await raw(gateway, top + headers + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 431")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_large"
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == "headers_too_large"
+    assert "65536 bytes" in error["message"]
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("reef.gateway")]
+    assert line.startswith("refused a request from 127.0.0.1: the headers are larger than 65536 bytes")
+    assert "CANARY" not in caplog.text
 
 
-async def test_large_headers_within_the_limit(client):
-    response = await client.get("/v1/models", headers={"x-token": "t" * 9_000, "x-reef-session": "s" * 8_000})
-    assert response.status_code == 200
+async def test_a_body_too_large_leaves_a_line(run, tmp_path, caplog):
+    """case 16: a 413 and a line with route and address, without anything of the request."""
+    async with run(tmp_path, limits=Limits(body_bytes=1000)) as gateway, gateway.client() as client:
+        big = {"messages": [{"role": "user", "content": "CANARY" * 1000}]}
+        for _ in range(30):
+            assert (await client.post("/v1/chat/completions?key=CANARY", json=big)).status_code == 413
+    lines = [each for each in caplog.records if each.name == "reef.gateway.call"]
+    assert 1 <= len(lines) < 30, "a flood of refusals is a flood of lines"
+    assert lines[0].getMessage().startswith("refused /v1/chat/completions from 127.0.0.1: the body is larger than 1000")
+    assert lines[0].route == "/v1/chat/completions"
+    assert "CANARY" not in " ".join(each.getMessage() for each in lines)
+
+
+async def test_large_headers_within_the_limit(gateway):
+    """case 16: a 9 KB token works, and two 8 KB session ids that differ at their end are two sessions."""
+    token = "t" * 9_000
+    gateway.context.tokens.refresh([Grant("long", digest(token), RIGHTS, None, Quota(), None, 1.0, None, None)])
+    sessions = []
+    async with gateway.client(token) as client:
+        for end in "aab":
+            headers = {"x-reef-session": "s" * 8_000 + end}
+            response = await client.post("/v1/chat/completions", json=ASK, headers=headers)
+            assert response.status_code == 200
+            sessions.append((await gateway.record(response.headers["x-reef-agent-record-id"])).session)
+    assert sessions[0] == sessions[1] != sessions[2]
+    assert [len(session) for session in sessions] == [512] * 3
 
 
 async def test_not_http(gateway):

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+from typing import ClassVar
 
 import pytest
 
-from reef.core.errors import StoreError
+from reef.core.errors import InputError, StoreError
 from reef.engines.fake import FakeEngine, Fault
 from reef.gateway.context import Limits
 from reef.gateway.spool import Spool
@@ -80,6 +81,7 @@ async def test_a_store_that_hangs_does_not_hang_the_gateway(run, tmp_path, monke
 
 
 async def test_a_stream_whose_record_cannot_be_closed_is_closed_later(run, tmp_path, monkeypatch):
+    """case 15: also when the store is away at that moment."""
     async with run(tmp_path) as gateway, gateway.client() as client:
         store = Broken(gateway, monkeypatch, after=1)
         with pytest.raises(Exception, match=r"peer closed|incomplete"):
@@ -104,6 +106,38 @@ async def test_the_spool_drops_the_oldest_and_says_so(caplog):
     assert spool.dropped == 5 - len(spool)
     await spool.close()
     assert "could not be recorded" in caplog.text
+
+
+async def test_the_spool_delivers_each_once():
+    """case 23: what was stored is out of the queue: a second round, and a third, bring only what is new."""
+
+    class Store:
+        delivered: ClassVar[list] = []
+        away = True
+
+        async def append(self, entry):
+            if self.away:
+                raise StoreError("away")
+            self.delivered.append(entry.id)
+            await asyncio.sleep(0)
+
+    store = Store()
+    spool = Spool(store)
+    names = [f"{number:032x}" for number in range(30)]
+    for start in (0, 10):
+        for name in names[start : start + 10]:
+            spool.put(build_record(id=name))
+        await asyncio.sleep(0.01)
+    assert len(spool) == 20
+    store.away = False
+    await spool.close()
+    assert store.delivered == names[:20]
+    for name in names[20:]:
+        spool.put(build_record(id=name))
+    while len(spool):
+        await asyncio.sleep(0.001)
+    await spool.close()
+    assert store.delivered == names
 
 
 async def test_a_quiet_stream_is_kept_awake_by_comments(run, tmp_path):
@@ -150,3 +184,19 @@ async def test_bodies_in_memory_are_bounded_together(run, tmp_path):
         assert (second.status_code, second.headers["retry-after"]) == (503, "1")
         assert (await first).status_code == 200
         assert (await client.post("/v1/chat/completions", json=big)).status_code == 200
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+async def test_an_answer_that_has_no_row_is_answered_and_the_rest_is_kept(gateway, client, monkeypatch, body):
+    whole = gateway.store.append
+
+    async def picky(entry):
+        if entry.choices:
+            raise InputError("too deep")
+        return await whole(entry)
+
+    monkeypatch.setattr(gateway.store, "append", picky)
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    record = await gateway.record(response.headers["x-reef-agent-record-id"])
+    assert (record.status, record.choices, record.untrainable) == ("complete", (), "its answer could not be stored")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from reef.core.ids import new_receipt, new_report
 from reef.core.nouns import Choice, Record, Report, Sampling, Span, Timing, Usage
+from reef.engines.fake import FakeEngine
 from reef.records import Query, keep, raw
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -64,6 +66,7 @@ async def test_our_own_form_comes_back_exactly(gateway, client):
             {"agent_record_id": report.id, "request_type": "report", "scenario": "default"},
         ],
         "duplicates": 0,
+        "erased": 0,
     }
     assert await gateway.store.get([record.id, report.id]) == [record, report]
     assert (await send(client, *lines(record, report))).json()["duplicates"] == 2
@@ -173,6 +176,8 @@ def bad(gateway):
         (good | {"request_type": "x"}, "records[1].request_type"),
         (good | {"agent_record_id": 4}, "records[1].agent_record_id"),
         (good | {"scroe": 1}, "records[1].scroe"),
+        (good | {"scenario": ["default"]}, "records[1].scenario"),
+        (good | {"reply": "[1]"}, "records[1].reply"),
         (good | {"status": "open"}, "records[1].status"),
         (good | {"status": "done"}, "records[1].status"),
         (good | {"request": 4}, "records[1].request"),
@@ -212,6 +217,122 @@ async def test_other_content_under_a_known_id_is_a_conflict(gateway, client):
     assert len(await gateway.store.find(Query("default"))) == 1
 
 
+async def test_a_running_stream_is_not_ended_from_outside(run, tmp_path):
+    """The record of an answer under way is its own: an import that claims to know its end is refused."""
+    async with run(tmp_path, FakeEngine(delay=0.05)) as gateway, gateway.client() as client:
+        async with client.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True}) as response:
+            receipt = response.headers["x-reef-agent-record-id"]
+            opened = await gateway.record(receipt)
+            forged = build(serving(gateway), id=receipt, request=opened.request, choices=(Choice(0, "FORGED", "stop"),))
+            answers = [await send(client, *lines(build(serving(gateway)), forged))]
+            answers.append(await client.post("/reef/records", json=lines(forged)[0]))
+            answers.append(await client.post("/reef/records", json=ENVELOPES[0] | {"agent_record_id": receipt}))
+            body = b"".join([piece async for piece in response.aiter_bytes()])
+        assert [answer.status_code for answer in answers] == [409, 409, 409]
+        assert "still being answered" in answers[0].json()["error"]["message"]
+        assert body.endswith(b"data: [DONE]\n\n")
+        record = await gateway.closed(receipt)
+        assert (record.status, record.untrainable) == ("complete", None)
+        pieces = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+        said = [each["delta"].get("content") or "" for piece in pieces for each in piece["choices"]]
+        assert record.choices[0].text == "".join(said) != ""
+        assert len(await gateway.store.find(Query("default"))) == 1
+        assert (await send(client, *lines(record))).json()["duplicates"] == 1
+
+
+def nested(levels):
+    value = "x"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+async def test_bodies_that_are_no_json_are_kept_and_an_answer_is_an_object(gateway, client):
+    """A request is what it was; an answer is a JSON object of its dialect, or absent."""
+    kept = [
+        build(serving(gateway), request=request, reply=reply, dialect="responses")
+        for request, reply in [
+            (b"not json", None),
+            (b"[1]", b'{"id":"resp_a"}'),
+            (b"\xff", b'{"a":"\\ud800"}'),
+            (b'{"input":"hi","previous_response_id":5}', b" {} "),
+        ]
+    ]
+    assert (await send(client, *lines(*kept))).status_code == 200
+    assert await gateway.store.get([record.id for record in kept]) == kept
+    for reply in (b"zz", b"[1]", b"5", b"\xff", b"", b'{"a":' * 2000 + b"1" + b"}" * 2000):
+        answer = await send(client, *lines(build(serving(gateway)), build(serving(gateway), reply=reply)))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "records[1].reply"), reply[:20]
+
+
+async def test_a_response_cannot_go_on_from_itself(gateway, client):
+    """By its receipt, in any form, by its provider's id, or by the id it is imported with."""
+    receipt = "ab" * 16
+    for name, answer_id, before in [
+        (receipt, None, receipt),
+        (receipt, None, f"resp_{receipt}"),
+        (receipt, "resp_l", "resp_l"),
+        ("mine", None, "mine"),
+        (f"resp_{receipt}", None, f"resp_{receipt}"),
+    ]:
+        request = b'{"input":"x","previous\\u005fresponse_id":"%s"}' % before.encode()
+        record = build(serving(gateway), request=request, dialect="responses", answer_id=answer_id, reply=b"{}")
+        answer = await send(client, lines(record)[0] | {"agent_record_id": name})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "records[0].request"), answer.text
+    said = {"id": "resp_l", "object": "response", "output": []}
+    payload = {"input": "x", "previous_response_id": "resp_l", "response": said}
+    answer = await send(client, ENVELOPES[0] | {"payload": payload})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "records[0].payload.previous_response_id")
+    assert await gateway.store.find(Query("default")) == []
+    earlier = ENVELOPES[0] | {"payload": payload | {"previous_response_id": "resp_k"}}
+    assert (await send(client, earlier)).status_code == 200
+
+
+async def test_depth(gateway, client):
+    """What is nested too deeply to be read by everybody is refused at the door, by name; never a failure inside."""
+    record = build(serving(gateway))
+    said = dataclasses.replace(record.choices[0], message={"role": "assistant", "content": None})
+    for levels, status in [(64, 200), (65, 400), (300, 400), (900, 400)]:
+        report = build_report(record.id, metadata=nested(levels))
+        answer = await send(client, *lines(record, report))
+        assert answer.status_code == status, answer.text
+        assert status == 200 or answer.json()["error"]["param"] == "records[1].metadata"
+    for levels in (500, 600, 900, 980, 1000, 1020, 3000, 50_000):
+        message = b'{"a":' * levels + b"1" + b"}" * levels
+        whole = raw.line(build(serving(gateway), choices=(said,))).replace(b'"content":null', b'"content":' + message)
+        answer = await client.post("/reef/records", content=whole, headers={"content-type": "application/json"})
+        assert answer.status_code == (200 if levels == 500 else 400), (levels, answer.text)
+        for name in (b"payload", b"scenario", b"agent_record_id", b"request", b"tags", b"session", b"references"):
+            body = b'{"agent_record_id":"d","request_type":"inference","%s":%s}' % (name, message)
+            answer = await client.post("/reef/records", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (levels, name)
+        for part in (b'"messages":%s', b'"messages":[],"response":{"choices":[{"message":{"content":%s}}]}'):
+            given = b'"payload":{%s}' % (part % message)
+            body = b'{"agent_record_id":"d%d","request_type":"inference",%s}' % (levels + len(part), given)
+            answer = await client.post("/reef/records", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code in (200, 400), (levels, part, answer.text)
+    for path in ("records", "reports"):
+        assert (await client.get(f"/reef/scenarios/default/{path}")).status_code == 200
+    for _, item in await gateway.store.find(Query("default")):
+        assert (await client.get(f"/reef/scenarios/default/records/{item.id}")).status_code == 200
+
+
+async def test_lone_surrogates_come_in_and_are_read(gateway, client):
+    entry = {
+        "agent_record_id": "\ud800",
+        "request_type": "inference",
+        "session": "s",
+        "payload": {"model": "\udfff", "messages": [{"role": "user", "content": "\ud800"}], "response": "\ud800!"},
+    }
+    headers = {"content-type": "application/json"}
+    answer = await client.post("/reef/records", content=json.dumps(entry), headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["agent_record_id"] == "\ufffd"
+    assert (await client.post("/reef/records", content=json.dumps(entry), headers=headers)).json()["duplicate"]
+    wrong = await client.post("/reef/records", content=json.dumps(entry | {"\ud800": 1}), headers=headers)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "records[0].\ufffd")
+
+
 async def test_what_was_erased_is_passed_over(gateway, client):
     first, second = build(serving(gateway)), build(serving(gateway))
     alone, both = build_report(first.id), build_report(first.id, second.id, per_receipt={first.id: 0.5})
@@ -226,6 +347,27 @@ async def test_what_was_erased_is_passed_over(gateway, client):
     assert [record for _, record in await gateway.store.find(Query("default"))] == [second]
     ((_, left),) = await gateway.store.find(Query("default", kind="report"))
     assert (left.references, left.per_receipt) == ((second.id,), {})
+
+
+async def test_an_export_from_before_an_erasure_still_comes_in(gateway, client):
+    """A report that was robbed of a reference is the same report: as it was before, and as it is now."""
+    first, second = build(serving(gateway)), build(serving(gateway))
+    both = build_report(first.id, second.id, per_receipt={first.id: 0.5, second.id: 1.0})
+    before = lines(first, second, both)
+    await send(client, *before)
+    keep.forget(gateway.state / "records.db", [first.id])
+    (now,) = await gateway.store.get([both.id])
+    assert now.references == (second.id,)
+    for entries in (before, lines(second, now), lines(second, both)):
+        answer = await send(client, *entries)
+        assert (answer.status_code, answer.json()["duplicates"]) == (200, len(entries)), answer.text
+    assert await gateway.store.get([both.id]) == [now]
+    for other in (
+        dataclasses.replace(both, score=0.0),
+        dataclasses.replace(both, per_receipt={second.id: 0.25}),
+        dataclasses.replace(now, feedback="more"),
+    ):
+        assert (await send(client, *lines(other))).status_code == 409
 
 
 async def test_limits_of_a_batch(gateway, client):
@@ -283,3 +425,11 @@ def test_log_probs_that_json_has_no_numbers_for():
     record = build("c" * 40, choices=(infinite,))
     body = json.loads(raw.line(record), parse_constant=pytest.fail)
     assert raw.read_record(body, receipt=record.id, scenario="default", release_id="c" * 40) == record
+
+
+@pytest.mark.parametrize("name", ["sample-1", "chatcmpl-theirs", "a/b c?"])
+async def test_an_imported_record_is_read_by_its_own_id(client, name):
+    await send(client, ENVELOPES[0] | {"agent_record_id": name})
+    found = await client.get(f"/reef/scenarios/default/records/{quote(name, safe='')}")
+    assert (found.status_code, found.json()["answer_id"]) == (200, name), found.text
+    assert (await client.get("/reef/scenarios/default/records/sample-2")).status_code == 404

@@ -79,6 +79,7 @@ async def test_openai_sdk(gateway):
 
 
 async def test_stream_is_open_when_its_headers_come_and_takes_a_report(run, tmp_path):
+    """case 15, case 25: a record from the first header on."""
     async with (
         run(tmp_path, FakeEngine(delay=0.05)) as gateway,
         gateway.client() as client,
@@ -98,6 +99,7 @@ async def test_stream_is_open_when_its_headers_come_and_takes_a_report(run, tmp_
 
 
 async def test_stream_usage_only_when_asked(client):
+    """case 2: none where it was not asked for."""
     plain = await client.post("/v1/chat/completions", json=ask(stream=True))
     asked = await client.post("/v1/chat/completions", json=ask(stream=True, stream_options={"include_usage": True}))
     assert b'"usage"' not in plain.content
@@ -157,6 +159,7 @@ async def test_provider_refusal_is_relayed(gateway, client, stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_client_that_goes_away_stops_the_engine(gateway, client, stream):
+    """case 14: also the engine in the process."""
     gateway.engine.faults.append(Fault("hang", at=3))
     if stream:
         async with client.stream("POST", "/v1/chat/completions", json=ask(stream=True)) as response:

@@ -1,9 +1,12 @@
 """Connections that say nothing, or never say all of it."""
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
 
+from reef.engines.fake import FakeEngine
 from reef.gateway.context import Limits
 from reef.gateway.protocol import Protocol
 
@@ -102,3 +105,60 @@ async def test_connections_over_the_limit_are_told_so(run, tmp_path):
                 break
         assert answer.startswith(b"HTTP/1.1 200")
         held[1][1].close()
+
+
+async def test_requests_that_pile_up_on_a_connection_are_bounded(gateway):
+    reader, writer = await dial(gateway, GET * 40)
+    found = b""
+    while found.count(b"HTTP/1.1 200") < 40:
+        found += await asyncio.wait_for(reader.read(65536), 3)
+    writer.write(GET * 2000)
+    with contextlib.suppress(ConnectionError):
+        while piece := await asyncio.wait_for(reader.read(65536), 3):
+            found += piece
+    assert found.count(b"HTTP/1.1 200") < 200
+    writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order(gateway):
+    wanted = [b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /none HTTP/1.1\r\nhost: x\r\n\r\n"] * 15
+    reader, writer = await dial(gateway, b"".join(wanted))
+    found = b""
+    while found.count(b"HTTP/1.1 ") < len(wanted):
+        found += await asyncio.wait_for(reader.read(65536), 3)
+    assert [part[:3] for part in found.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404"] * 15
+    writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_dropped(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(Protocol, "stalled_seconds", 0.2)
+    engine = FakeEngine(reply=lambda release, body: "word " * 4_000_000)
+    async with run(tmp_path, engine) as gateway:
+        body = b'{"messages":[{"role":"user","content":"x"}]}'
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer t-all-rights\r\n"
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        host, port = gateway.url.removeprefix("http://").split(":")
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, (host, int(port)))
+        await loop.sock_sendall(sock, head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        for _ in range(1500):
+            await asyncio.sleep(0.01)
+            if engine.asked and not gateway.server.server_state.connections:
+                break
+        assert engine.asked
+        assert not gateway.server.server_state.connections
+        sock.close()
+
+
+async def test_a_stream_for_a_client_without_chunks_comes_whole(gateway):
+    body = b'{"messages":[{"role":"user","content":"one two"}],"stream":true}'
+    head = b"POST /v1/chat/completions HTTP/1.0\r\nhost: x\r\nauthorization: Bearer t-all-rights\r\n"
+    reader, writer = await dial(gateway, head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    found = await asyncio.wait_for(reader.read(), 3)
+    writer.close()
+    top, _, text = found.partition(b"\r\n\r\n")
+    assert b"chunked" not in top
+    assert b"content-length: %d" % len(text) in top
+    assert text.endswith(b"data: [DONE]\n\n")

@@ -1,11 +1,13 @@
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 
 import pytest
 
 from reef.core import rpc
+from reef.core.errors import StoreError
 from reef.core.nouns import Report
 from reef.core.wire import Done, Wake
 from reef.engines.fake import FakeEngine
@@ -107,6 +109,41 @@ async def test_bad_reports_name_the_field(gateway, client, receipt):
     assert await stored(gateway) == []
 
 
+def nested(levels):
+    value = "x"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+async def test_what_is_nested_too_deeply_is_refused(gateway, client, receipt):
+    """Everybody must be able to read a report again: 64 levels, in whichever field, and a list counts too."""
+    for levels, status in [(63, 200), (64, 400), (300, 400), (900, 400)]:
+        for name, value in [
+            ("feedback", {"why": [nested(levels - 1)]}),
+            ("metadata", {"why": nested(levels)}),
+            ("demonstration", {"role": "assistant", "content": nested(levels)}),
+            ("demonstration", {"role": "assistant", "content": [nested(levels - 1)]}),
+        ]:
+            if name == "demonstration" and status == 200 and not isinstance(value["content"], list):
+                continue
+            answer = await client.post("/reef/report", json={"score": 1, "references": [receipt], name: value})
+            assert answer.status_code == status, (levels, name, answer.text)
+            assert status == 200 or answer.json()["error"]["param"] == name
+    for name in ("score", "metrics", "references", "per_receipt", "choice", "agent_record_id", "other"):
+        for levels in (300, 1000, 5000):
+            body = b'{"references":["%s"],"feedback":"x","%s":%s1%s}' % (
+                receipt.encode(),
+                name.encode(),
+                b"[" * levels,
+                b"]" * levels,
+            )
+            answer = await client.post("/reef/report", content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, (name, levels)
+    assert len(await stored(gateway)) == 3
+    assert (await client.get("/reef/scenarios/default/reports")).status_code == 200
+
+
 async def test_scores_that_are_not_finite(gateway, client, receipt):
     for number in ("NaN", "Infinity", "-Infinity", "1e999"):
         body = f'{{"references": ["{receipt}"], "score": {number}}}'
@@ -132,6 +169,7 @@ async def test_quoting_a_report_says_so(client, receipt):
 
 
 async def test_same_id_twice_and_with_other_content(gateway, client, receipt):
+    """case 28: at the same time and one after the other: stored once, said to be a duplicate, a change is a 409."""
     body = {"score": 1, "references": [receipt], "agent_record_id": "rep_mine-1"}
     answers = await asyncio.gather(*(client.post("/reef/report", json=body) for _ in range(5)))
     assert {answer.status_code for answer in answers} == {200}
@@ -317,6 +355,49 @@ async def test_the_same_report_on_another_day_is_the_same(gateway, client, recei
     assert (await client.post("/reef/report", json=body | {"feedback": "bad"})).status_code == 409
     ((report,),) = [await stored(gateway)]
     assert (report.feedback, report.created_at) == ("good", 1_700_006_399.0)
+
+
+async def test_the_same_report_at_two_workers_across_midnight(run, tmp_path, monkeypatch):
+    """case 28: whoever gets it and whatever day it is there: one is stored, all others are told so."""
+    async with run(tmp_path) as one, run(tmp_path) as other, one.client() as first, other.client() as second:
+        receipt = (await first.post("/v1/chat/completions", json=ASK)).headers["x-reef-agent-record-id"]
+        days = itertools.cycle((1_700_006_399.9, 1_700_006_400.1))
+        monkeypatch.setattr("reef.gateway.report.time.time", lambda: next(days))
+        body = {"score": 1, "metrics": {"clarity": 0.5}, "references": [receipt], "agent_record_id": "rep_judge-2"}
+        clients = [first, second] * 8
+        answers = await asyncio.gather(*(client.post("/reef/report", json=body) for client in clients))
+        assert {answer.status_code for answer in answers} == {200}
+        assert sorted(answer.json()["duplicate"] for answer in answers) == [False] + [True] * 15
+        changed = [body | {"metrics": {"clarity": 0.75}}, body | {"score": 0.0}, body | {"references": []}]
+        refused = [(await second.post("/reef/report", json=each)).status_code for each in changed]
+        assert refused == [409, 409, 400]
+        ((report,),) = [await stored(one)]
+        assert (report.score, report.metrics) == (1.0, {"clarity": 0.5})
+
+
+async def test_reports_without_an_id_are_each_stored(gateway, client, receipt):
+    """case 28: one that was accepted is there, under the id that the answer gave it."""
+    body = {"score": 1, "references": [receipt]}
+    ids = [(await client.post("/reef/report", json=body)).json()["agent_record_id"] for _ in range(2)]
+    assert len(set(ids)) == 2
+    assert {report.id for report in await stored(gateway)} == set(ids)
+
+
+async def test_a_report_that_cannot_be_stored_is_not_accepted(gateway, client, receipt, monkeypatch):
+    """case 25: the store is away: a 503 that says when to come again, and the retry is no duplicate."""
+    body = {"score": 1, "references": [receipt], "agent_record_id": "rep_mine-2"}
+    with monkeypatch.context() as broken:
+
+        async def refuse(entry):
+            raise StoreError("the disk is full: /secret/place")
+
+        broken.setattr(gateway.store, "append", refuse)
+        refused = await client.post("/reef/report", json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "/secret/place" not in refused.text
+    assert await stored(gateway) == []
+    assert (await client.post("/reef/report", json=body)).json()["duplicate"] is False
+    assert [report.id for report in await stored(gateway)] == ["rep_mine-2"]
 
 
 async def test_a_record_erased_while_its_answer_streams_stays_gone(run, tmp_path):

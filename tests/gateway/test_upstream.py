@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 
 import httpx
 import pytest
@@ -79,6 +80,7 @@ async def send(client, stream):
 
 
 async def test_stream_is_untouched_and_recorded(provider, relay):
+    """case 1, case 6: usage in a trailing chunk, letters cut between bytes: all passes as it came and is read."""
     gateway, client = relay
     provider.script = pieces(GOOD)
     response = await send(client, True)
@@ -166,3 +168,32 @@ async def test_client_that_goes_away_stops_the_provider(provider, relay, stream)
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/v1/chat/completions", json=json.loads(BODY % b"false"), timeout=0.2)
         await asyncio.wait_for(provider.stopped.wait(), 1.0)
+
+
+async def test_a_provider_that_is_away_is_named_when_the_server_is_not_ready(run, tmp_path, provider):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    async with run(tmp_path, UpstreamEngine(f"http://127.0.0.1:{port}/v1")) as gateway, gateway.client() as client:
+        answer = await client.get("/readyz")
+        assert answer.status_code == 503
+        assert answer.json()["reason"].startswith("provider ")
+        assert answer.json()["reason"].endswith(" refused the connection; is it running?")
+    async with run(tmp_path, UpstreamEngine(provider.url)) as gateway, gateway.client() as client:
+        assert (await client.get("/readyz")).status_code == 200, "one that answers anything is there"
+
+
+async def test_a_providers_5xx_is_logged_when_nothing_is_tried_after_it(relay, provider, caplog):
+    async def script(request):
+        return web.Response(status=500, text="PRIVATE")
+
+    provider.script = script
+    _, client = relay
+    for _ in range(3):
+        answer = await client.post(
+            "/v1/chat/completions", content=BODY % b"false", headers={"x-stainless-retry-count": "0"}
+        )
+        assert answer.status_code == 502
+    (line,) = [line for line in caplog.records if "the provider" in line.getMessage()]  # an outage is no flood
+    assert (line.levelname, line.getMessage()) == ("WARNING", "the provider 127.0.0.1 answered 500")
+    assert (len(line.receipt), line.status) == (32, 500)
+    assert "PRIVATE" not in caplog.text

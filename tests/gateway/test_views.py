@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 
+from reef.core.nouns import Choice
 from reef.gateway.views import moment
+from reef.scenario import serving as watching
 from tests.gateway.test_imports import build, build_report
 
 DAY = 86400.0
+START = 1577836800.0  # 2020-01-01
 PATH = "/reef/scenarios/default"
 
 
@@ -24,9 +27,9 @@ async def filled(gateway):
             status="aborted" if n == 4 else "complete",
             purpose="evaluation" if n == 3 else "live",
         )
-        made.append(dataclasses.replace(record, timing=dataclasses.replace(record.timing, received_at=n * DAY)))
+        made.append(dataclasses.replace(record, timing=dataclasses.replace(record.timing, received_at=START + n * DAY)))
     await gateway.store.append_all(made)
-    reports = [build_report(record.id, score=n / 4, created_at=n * DAY) for n, record in enumerate(made)]
+    reports = [build_report(record.id, score=n / 4, created_at=START + n * DAY) for n, record in enumerate(made)]
     await gateway.store.append_all(reports)
     return [record.id for record in made], [report.id for report in reports]
 
@@ -48,9 +51,11 @@ async def test_filters_of_records(client, filled, gateway):
         ({"tag": "team:t1"}, (3, 1)),
         ({"tag": "team:t1", "session": "a"}, (3,)),
         ({"tag": "team:"}, ()),
-        ({"since": 2 * DAY}, (4, 3, 2)),
-        ({"until": "1970-01-03"}, (1, 0)),
-        ({"since": "1970-01-02T00:00:00Z", "until": "1970-01-04T01:00:00+01:00"}, (2, 1)),
+        ({"since": START + 2 * DAY}, (4, 3, 2)),
+        ({"until": "2020-01-03"}, (1, 0)),
+        ({"since": "2020-01-02T00:00:00Z", "until": "2020-01-04T01:00:00+01:00"}, (2, 1)),
+        ({"since": "2021"}, ()),
+        ({"until": "2021"}, (4, 3, 2, 1, 0)),
         ({"min_score": 0.5}, (4, 3, 2)),
         ({"max_score": 0.25}, (1, 0)),
         ({"min_score": 0.25, "max_score": 0.5}, (2, 1)),
@@ -65,7 +70,7 @@ async def test_filters_of_reports(client, filled):
     for given, wanted in [
         ({}, (4, 3, 2, 1, 0)),
         ({"min_score": 0.75}, (4, 3)),
-        ({"since": DAY, "until": 3 * DAY}, (2, 1)),
+        ({"since": START + DAY, "until": START + 3 * DAY}, (2, 1)),
     ]:
         assert await ask(client, "reports", "reports", **given) == [ids[n] for n in wanted], given
 
@@ -88,7 +93,12 @@ async def test_sessions(client, filled):
     ids, _ = filled
     page = (await client.get(f"{PATH}/sessions", params={"limit": 1})).json()
     (first,) = page["sessions"]
-    assert (first["session"], first["count"], first["first_at"], first["last_at"]) == ("b/c d", 2, DAY, 4 * DAY)
+    assert (first["session"], first["count"], first["first_at"], first["last_at"]) == (
+        "b/c d",
+        2,
+        START + DAY,
+        START + 4 * DAY,
+    )
     rest = (await client.get(f"{PATH}/sessions", params={"after": page["next"]})).json()
     assert ([item["session"] for item in rest["sessions"]], rest["next"]) == (["a"], None)
     one = (await client.get(f"{PATH}/sessions/b%2Fc%20d", params={"limit": 1})).json()
@@ -99,6 +109,56 @@ async def test_sessions(client, filled):
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "session")
 
 
+async def test_everything_that_is_stored_can_be_read(gateway, client):
+    """What a provider answered, or an older version took, may be no text for UTF-8, or nested beyond all measure."""
+    deep = {"a": 1}
+    for _ in range(800):
+        deep = {"a": deep}
+    lone = "a\ud800b"
+    record = build(
+        gateway.context.watch.get("default").release_id,
+        choices=(Choice(0, lone, "stop", message={"role": "assistant", "content": lone, "tool_calls": deep}),),
+        request=b'{"model":"\\ud800"}',
+        reply=b'{"deep":' + b"[" * 2000 + b"]" * 2000 + b"}",
+        prompt_ids=None,
+        model_asked=lone,
+        model_answered=lone,
+        client=lone,
+        answer_id=lone,
+        error=lone,
+        session="s",
+    )
+    reports = [
+        build_report(record.id, feedback=deep, metadata={lone: [lone]}),
+        build_report(record.id, demonstration=lone, metrics={lone: 0.5}, metadata={"n": 2**80}),
+    ]
+    await gateway.store.append_all([record, *reports])
+    for path in ("records", f"records/{record.id}", "reports", "sessions", "sessions/s"):
+        answer = await client.get(f"{PATH}/{path}")
+        assert answer.status_code == 200, (path, answer.text[:200])
+        assert "\\ud800" not in answer.text or path == f"records/{record.id}"
+    whole = (await client.get(f"{PATH}/records/{record.id}")).json()
+    assert (whole["choices"][0]["text"], whole["model_answered"]) == ("a\ufffdb", "a\ufffdb")
+    assert whole["choices"][0]["message"]["tool_calls"] == deep
+    assert whole["request"] == '{"model":"\\ud800"}'
+    assert [report["feedback"] for report in whole["reports"]] == [deep, None]
+    assert whole["reports"][1]["metadata"] == {"n": 2**80}
+    assert (await client.get(f"{PATH}/records", params={"limit": 1})).json()["records"][0]["model_asked"] == "a\ufffdb"
+
+
+async def test_a_scenario_is_found_as_soon_as_it_is_made(run, tmp_path, monkeypatch):
+    """At another worker, which has not looked at the board since."""
+    monkeypatch.setattr(watching, "PERIOD", 60.0)
+    async with run(tmp_path) as one, run(tmp_path) as other, one.client() as first, other.client() as second:
+        for path in ("records", "reports", "sessions", "releases", "records/" + "a" * 32):
+            name = path.partition("/")[0] + str(len(path))
+            assert (await second.get(f"/reef/scenarios/{name}/{path}")).status_code == 404
+            assert (await first.post("/reef/scenarios", json={"name": name})).status_code == 201
+            answer = await second.get(f"/reef/scenarios/{name}/{path}")
+            assert answer.status_code == (404 if "/" in path else 200), answer.text
+            assert "no record" in answer.text or answer.status_code == 200
+
+
 async def test_wrong_parameters_are_named(client, filled):
     for path, given, param in [
         ("records", {"sesion": "a"}, "sesion"),
@@ -106,6 +166,8 @@ async def test_wrong_parameters_are_named(client, filled):
         ("records", {"status": "done"}, "status"),
         ("records", {"tag": "team"}, "tag"),
         ("records", {"since": "yesterday"}, "since"),
+        ("records", {"since": "27"}, "since"),
+        ("records", {"until": "20250131"}, "until"),
         ("records", {"until": "nan"}, "until"),
         ("records", {"min_score": "inf"}, "min_score"),
         ("records", {"max_score": "x"}, "max_score"),
@@ -122,7 +184,9 @@ async def test_wrong_parameters_are_named(client, filled):
 
 
 def test_moments():
-    assert moment("12.5", "since") == 12.5
+    assert moment("1234567890.5", "since") == 1234567890.5
+    assert moment("0", "since") == 0.0
+    assert moment("2027", "since") == moment("2027-01-01", "since") == 1798761600.0
     assert moment("1970-01-01T00:01", "since") == 60.0
     assert moment("1970-01-01 00:01", "since") == 60.0
     assert moment("1970-01-01T01:00:00 01:00", "since") == 0.0  # a plus that became a space

@@ -67,6 +67,34 @@ async def test_age_removes_the_old_and_keeps_what_is_cited_or_open(store):
     assert (await prune(store, keep_days=30, cited=[cited.id])).records == 0
 
 
+async def test_a_report_robbed_of_references_is_known_as_it_was_and_as_it_is(store):
+    """Also together with entries that bring one of the references back; a change is a conflict all the same."""
+    old, gone, young = at(40), at(3), at(3)
+    whole = build_report(old.id, gone.id, young.id, per_receipt={old.id: 0.5, gone.id: 0.25, young.id: 1.0})
+    for entry in (old, gone, young, whole):
+        await store.append(entry)
+    await asyncio.to_thread(keep.forget, store._path, [gone.id])
+    await prune(store, keep_days=30)
+    (left,) = await store.get([whole.id])
+    assert (left.references, left.per_receipt) == ((young.id,), {young.id: 1.0})
+    half = dataclasses.replace(whole, references=(old.id, young.id), per_receipt={old.id: 0.5, young.id: 1.0})
+    for report in (whole, left, half):
+        assert [item.duplicate for item in await store.append_all([old, report])][1]
+        assert (await store.append(report)).duplicate
+    for other in (
+        dataclasses.replace(half, score=0.0),
+        dataclasses.replace(left, per_receipt={}),
+        dataclasses.replace(left, references=(old.id,), per_receipt={}),
+    ):
+        with pytest.raises(ConflictError):
+            await store.append(other)
+    alone = build_report(young.id)  # nothing was erased from it: another reference is a change
+    await store.append(alone)
+    with pytest.raises(ConflictError):
+        await store.append(dataclasses.replace(alone, references=(young.id, old.id)))
+    assert await store.get([whole.id, alone.id]) == [left, alone]
+
+
 async def test_rows_from_before_the_time_column_have_an_age_too(store):
     old, young = at(40), at(3)
     await store.append_all([old, young])

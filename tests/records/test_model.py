@@ -141,14 +141,11 @@ class Stateful(RuleBasedStateMachine):
         model, log, wrong = dict(self.model), list(self.log), None
         for place, one in enumerate(batch):
             before = model.get(one.id)
-            if before is not None and getattr(before, "status", None) != "open":
-                if _content(before) != _content(one):
+            if before is not None:
+                if getattr(before, "status", None) == "open" or _content(before) != _content(one):
                     wrong = place, ConflictError
                     break
                 continue
-            if before is not None and before.request != one.request:
-                wrong = place, ConflictError
-                break
             if isinstance(one, Report) and one.references[0] not in model:
                 wrong = place, MissingError
                 break

@@ -37,6 +37,7 @@ def child(work):
 
 
 def test_eight_processes_start_on_an_empty_file(tmp_path):
+    """case 27: no folder yet, either."""
     path = tmp_path / "deep" / "records.db"
     code = f"from pathlib import Path; from reef.records.schema import migrate; migrate(Path({str(path)!r}))"
     running = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(8)]
@@ -45,6 +46,49 @@ def test_eight_processes_start_on_an_empty_file(tmp_path):
     with sqlite3.connect(path) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (len(schema.MIGRATIONS),)
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from reef.records.board import Board
+from reef.records.sqlite import SqliteStore
+from tests.records.conftest import build_record, build_report
+
+async def main(path, number):
+    board = Board(path)
+    board.create_scenario(f"scenario-{number}", {})
+    store = SqliteStore(path, owner=f"gateway-{number}-test")
+    await store.start()
+    for _ in range(20):
+        record = build_record()
+        await asyncio.gather(store.append(record), store.append(build_record("open")))
+        await store.append(build_report(record.id))
+    await store.close()
+    board.close()
+
+asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+"""
+
+
+def test_eight_processes_start_on_an_empty_file_and_write(tmp_path):
+    """case 27: one migrates, the others wait; every write of all eight is there, and nobody was told `locked`."""
+    path = tmp_path / "records.db"
+    path.touch()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    running = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(n)], stderr=subprocess.PIPE, env=environment)
+        for n in range(8)
+    ]
+    said = [process.communicate(timeout=60)[1].decode() for process in running]
+    assert [process.returncode for process in running] == [0] * 8, said
+    assert not any("locked" in text for text in said)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT count(*) FROM records").fetchone() == (8 * 40,)
+        assert connection.execute("SELECT count(*) FROM reports").fetchone() == (8 * 20,)
+        seqs = connection.execute("SELECT count(*), count(DISTINCT seq), max(seq) FROM events").fetchone()
+        assert seqs == (8 * 60,) * 3
+        assert len(connection.execute("SELECT name FROM scenarios").fetchall()) == 8
 
 
 def test_every_commit_is_synced(tmp_path):

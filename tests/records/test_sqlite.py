@@ -82,6 +82,23 @@ async def test_open_close_report_make_events_in_order(store, record, report):
     assert await store.get([opened.id]) == [closed]
 
 
+async def test_a_message_that_could_not_be_read_again_is_not_stored(store, record):
+    """Else one such record would spoil every page that it is on."""
+    for said in ("x", "\ud800"):
+        for levels in range(880, 1000, 10):
+            message = said
+            for _ in range(levels):
+                message = {"a": message}
+            entry = record(choices=(Choice(0, said, "stop", message=message),), prompt_ids=None)
+            if levels <= 900:
+                await store.append(entry)
+                assert await store.get([entry.id]) == [entry]
+                continue
+            with pytest.raises(InputError, match="nested deeper than 900"):
+                await store.append(entry)
+    assert len(await store.find(Query("default"))) == 6
+
+
 async def test_opening_remembers_who_opened(store, record):
     opened = record("open")
     await store.append(opened)
@@ -269,6 +286,7 @@ async def test_prompt_chains_stay_short(store, record):
 
 
 async def test_a_cancelled_append_is_stored_once(store, record):
+    """case 21, case 23: who waits may go; the entry is written once."""
     entries = [record() for _ in range(20)]
     tasks = [asyncio.create_task(store.append(entry)) for entry in entries]
     await asyncio.sleep(0)
@@ -282,6 +300,7 @@ async def test_a_cancelled_append_is_stored_once(store, record):
 
 
 async def test_closing_finishes_what_was_accepted(tmp_path, record):
+    """case 20: a stop writes what was accepted."""
     path = tmp_path / "records.db"
     store = SqliteStore(path, owner="a")
     await store.start()
@@ -322,7 +341,7 @@ async def test_two_processes_worth_of_stores_share_one_file(store, record, repor
 
 
 async def test_writers_of_one_file_take_turns(store, tmp_path, record):
-    """One that always has more to write must not keep another waiting for its whole work."""
+    """case 27: one that always has more to write must not keep another waiting for its whole work."""
     other = SqliteStore(tmp_path / "records.db", owner="gateway-2-test")
     await other.start()
     stop = asyncio.Event()

@@ -15,10 +15,8 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import msgspec
-import orjson
-
 from reef.core.nouns import Json
+from reef.engines.dialect.value import DEEP, depth, dump, mend, name_of, ready, say
 
 Object = dict[str, Any]
 
@@ -27,25 +25,6 @@ REASONS |= {"function_call": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 402: "billing_error", 403: "permission_error"}
 _KINDS |= {404: "not_found_error", 413: "request_too_large", 422: "invalid_request_error", 429: "rate_limit_error"}
 _KINDS |= {503: "overloaded_error", 529: "overloaded_error"}
-_DEEP = 200  # levels of arguments that every JSON writer writes
-
-
-def load(data: bytes | str) -> Json:
-    """JSON as a value; None for what is no JSON."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return msgspec.json.decode(data)  # reads numbers that are too large for the other
-        except (msgspec.DecodeError, ValueError, RecursionError):
-            return None
-
-
-def dump(value: Json) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except TypeError:  # numbers and depths that it does not write
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def read_arguments(text: str) -> Object | None:
@@ -56,22 +35,9 @@ def read_arguments(text: str) -> Object | None:
         return None
     if not isinstance(found, dict):
         return None
-    if text.count("[") + text.count("{") > _DEEP and _depth(found) > _DEEP:
+    if text.count("[") + text.count("{") > DEEP and depth(found) > DEEP:
         return None
     return found
-
-
-def _depth(value: Json) -> int:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        level = [
-            inner
-            for each in level
-            if isinstance(each, dict | list)
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
-    return depth
 
 
 def _refuse(name: str) -> Json:
@@ -105,18 +71,19 @@ def error_text(body: Json) -> str | None:
     """The message of OpenAI's error object, or of what stands in its place."""
     error = body.get("error") if isinstance(body, dict) else None
     if error is None:
-        return text_of(body.get("message") or body.get("detail")) if isinstance(body, dict) else None
-    return str((error.get("message") if isinstance(error, dict) else error) or "the engine answered with an error")
+        return name_of(body.get("message") or body.get("detail")) if isinstance(body, dict) else None
+    return say((error.get("message") if isinstance(error, dict) else error) or "the engine answered with an error")
 
 
 class _Block:
     """One block on its way. `parts` are all of it, `fresh` what was not sent yet."""
 
-    __slots__ = ("begun", "fresh", "id", "kind", "name", "parts")
+    __slots__ = ("begun", "fresh", "given", "id", "kind", "name", "parts")
 
     def __init__(self, kind: str) -> None:
         self.kind, self.begun = kind, False
         self.id: str | None = None
+        self.given: str | None = None  # the id, if the server told one
         self.name = ""
         self.parts: list[str] = []
         self.fresh: list[str] = []
@@ -127,10 +94,15 @@ class _Block:
             self.fresh.append(piece)
 
     @property
+    def whole(self) -> bool:
+        """Whether a tool's call says all: some servers name it behind its arguments."""
+        return bool(self.name) and self.arguments is not None
+
+    @property
     def arguments(self) -> Object | None:
         """A tool's arguments, once they are a whole object."""
         last = next((piece for piece in reversed(self.parts) if not piece.isspace()), "")
-        return read_arguments("".join(self.parts)) if last.rstrip().endswith("}") else None
+        return read_arguments(mend("".join(self.parts))) if last.rstrip().endswith("}") else None
 
 
 class Message:
@@ -224,15 +196,16 @@ class Message:
         last.add(piece)
 
     def _call(self, index: int, part: Object) -> None:
-        block = self._calls.get(index)
-        if block is None:
+        block, known = self._calls.get(index), text_of(part.get("id"))
+        # Some servers number every call 0: another id begins another call.
+        if block is None or (known and block.given not in (None, known)):
             block = self._calls[index] = _Block("tool_use")
             self._blocks.append(block)
         elif block in self._blocks[: self._at]:
             return  # its block has ended: its arguments were whole
         function = part.get("function")
         if not block.begun:  # what was said of it stays
-            block.id = block.id or text_of(part.get("id"))
+            block.id = block.given = block.given or known
             block.name += (text_of(function.get("name")) or "") if isinstance(function, dict) else ""
         if isinstance(function, dict):
             given = function.get("arguments")
@@ -248,18 +221,18 @@ class Message:
         while self._at < len(self._blocks):
             index, block = self._at, self._blocks[self._at]
             is_tool = block.kind == "tool_use"
-            over = ended or (index + 1 < len(self._blocks) and (not is_tool or block.arguments is not None))
+            over = ended or (index + 1 < len(self._blocks) and (not is_tool or block.whole))
             if not block.begun:
                 if not over and is_tool and not (block.parts and block.name in self._tools):
                     return
                 block.begun = True
                 yield event("content_block_start", {"index": index, "content_block": self._open(block)})
             if block.fresh:
-                piece = "".join(block.fresh)
-                block.fresh.clear()
+                piece = "".join(ready(block.fresh, ended=over))
                 field = "partial_json" if is_tool else block.kind
                 delta = {"type": "input_json_delta" if is_tool else f"{block.kind}_delta", field: piece}
-                yield event("content_block_delta", {"index": index, "delta": delta})
+                if piece:
+                    yield event("content_block_delta", {"index": index, "delta": delta})
             if not over:
                 return
             yield event("content_block_stop", {"index": index})

@@ -6,12 +6,10 @@ out. Does not know: requests, or how a chat answer is written.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import orjson
-
 from reef.core.nouns import Choice, Json, Usage
+from reef.engines.dialect.value import clean, count_of, load, mend, name_of, say
 from reef.engines.sse import Event
 
 DONE = "[DONE]"
@@ -53,27 +51,20 @@ class Reader:
         return self.error is not None
 
     def whole(self, data: bytes | str) -> None:
-        try:
-            chunk = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            try:
-                chunk = json.loads(data)  # reads what is not quite JSON: -Infinity among log-probs, huge numbers
-            except (ValueError, RecursionError):
-                return
-        if isinstance(chunk, dict):
+        if isinstance(chunk := load(data), dict):
             self.add(chunk)
 
     def add(self, chunk: dict[str, Any]) -> None:
         if (error := chunk.get("error")) is not None:
             text = error.get("message") if isinstance(error, dict) else error
-            self.error = str(text or "the stream carried an error")
-        self.model = _text(chunk.get("model")) or self.model
-        self.id = _text(chunk.get("id")) or self.id
+            self.error = say(text or "the stream carried an error")
+        self.model = name_of(chunk.get("model")) or self.model
+        self.id = name_of(chunk.get("id")) or self.id
         self.usage = read_usage(chunk.get("usage")) or self.usage
         for item in _objects(chunk.get("choices")):
             index = item.get("index")
-            draft = self._drafts.setdefault(index if isinstance(index, int) else 0, _Draft())
-            draft.finish = _text(item.get("finish_reason")) or draft.finish
+            draft = self._drafts.setdefault(count_of(index) or 0, _Draft())
+            draft.finish = name_of(item.get("finish_reason")) or draft.finish
             # A whole answer has `message` where a chunk has `delta`; the fields are the same.
             delta = item.get("delta") or item.get("message")
             if isinstance(delta, dict):
@@ -88,8 +79,8 @@ class Reader:
         """The choices so far, by index. `message` is set when an answer is more than text."""
         found = []
         for index, draft in sorted(self._drafts.items()):
-            text = "".join(draft.text)
-            found.append(Choice(index, text, draft.finish, message=_message(draft, text)))
+            text = mend("".join(draft.text))
+            found.append(Choice(index, text, draft.finish, message=clean(_message(draft, text))))
         return tuple(found)
 
 
@@ -97,10 +88,8 @@ def read_usage(value: Json) -> Usage | None:
     """Token counts as a provider states them; None when it states none."""
     if not isinstance(value, dict):
         return None
-    prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")
-    if not isinstance(prompt, int) or isinstance(prompt, bool):
-        return None
-    return Usage(prompt, completion if isinstance(completion, int) else 0)
+    prompt = count_of(value.get("prompt_tokens"))
+    return None if prompt is None else Usage(prompt, count_of(value.get("completion_tokens")) or 0)
 
 
 def _extend(draft: _Draft, delta: dict[str, Any]) -> None:

@@ -17,8 +17,9 @@ from reef.core.errors import EngineError
 from reef.core.nouns import Choice, Json, Usage
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import turns
-from reef.engines.dialect.blocks import error_text, load, number_of
+from reef.engines.dialect.blocks import error_text
 from reef.engines.dialect.messages import Items, asked, refused, said_in_chat
+from reef.engines.dialect.value import count_of, load
 from reef.engines.sse import Event
 
 _BYTES = 4  # of text in a token: about right for English and code
@@ -44,7 +45,7 @@ class Reader:
         body = load(data)
         if not isinstance(body, dict):
             return
-        count = number_of(body.get("input_tokens"))
+        count = count_of(body.get("input_tokens"))
         if count is not None:
             self.usage = Usage(count, 0)
         elif "error" in body:

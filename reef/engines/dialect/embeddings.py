@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import orjson
-
 from reef.core.errors import MissingError
 from reef.core.nouns import Choice, Json, Usage
 from reef.engines import Ask
+from reef.engines.dialect.value import count_of, load, name_of
 from reef.engines.sse import Event
 
 
@@ -28,16 +27,13 @@ class Reader:
         return False
 
     def whole(self, data: bytes) -> None:
-        try:
-            body = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            return
+        body = load(data)
         if not isinstance(body, dict):
             return
         usage = body.get("usage")
-        if isinstance(usage, dict) and isinstance(usage.get("prompt_tokens"), int):
-            self.usage = Usage(usage["prompt_tokens"], 0)
-        self.model = body["model"] if isinstance(body.get("model"), str) else None
+        if isinstance(usage, dict) and (count := count_of(usage.get("prompt_tokens"))) is not None:
+            self.usage = Usage(count, 0)
+        self.model = name_of(body.get("model"))
         self.finished = isinstance(body.get("data"), list)
 
     def choices(self) -> tuple[Choice, ...]:

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from reef.core.errors import InputError
 from reef.core.nouns import Json
+from reef.engines.dialect.value import dump, write
 
 LOGPROBS = "message.output_text.logprobs"
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -238,7 +237,7 @@ class Transcript:
             arguments = free(text(item.get("input")) or "")
         else:
             given = item.get("arguments")
-            arguments = given if isinstance(given, str) else orjson.dumps(given or {}).decode()
+            arguments = given if isinstance(given, str) else write(given or {}, {f"{place}.arguments": given}).decode()
         function = {"name": self._tools.flat(name, text(item.get("namespace"))), "arguments": arguments}
         said = self._said or self._begin()
         said.calls.append({"id": call_id, "type": "function", "function": function})
@@ -420,7 +419,7 @@ def _joined(content: Json, between: str) -> str:
 
 def free(words: str) -> str:
     """The arguments of the function that stands for a custom tool."""
-    return orjson.dumps({"input": words}).decode()
+    return dump({"input": words}).decode()
 
 
 def text(value: Json) -> str | None:

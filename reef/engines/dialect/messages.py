@@ -19,16 +19,15 @@ from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import turns
 from reef.engines.dialect.blocks import (
     Message,
-    dump,
     error_body,
     error_text,
     event,
-    load,
     number_of,
     objects,
     read_arguments,
     text_of,
 )
+from reef.engines.dialect.value import DEEP, clean, count_of, dump, load, mend, name_of, read, write
 from reef.engines.sse import Event, Events
 
 Object = dict[str, Any]
@@ -72,16 +71,13 @@ class _Draft:
     @property
     def raw(self) -> str:
         """A tool's arguments as they were written."""
-        try:
-            return "".join(self.arguments) or dump(self.block.get("input") or {}).decode()
-        except RecursionError:
-            return "{}"
+        return mend("".join(self.arguments)) or dump(self.block.get("input") or {}).decode()
 
     def whole(self) -> Object:
         made = dict(self.block)
         for name, pieces in self.parts.items():
             made[name] = (text_of(made.get(name)) or "") + "".join(pieces)
-        if text := "".join(self.arguments):
+        if text := mend("".join(self.arguments)):
             made["input"] = read_arguments(text) or {}
         return made
 
@@ -124,14 +120,14 @@ class Reader:
         return False
 
     def whole(self, data: bytes) -> None:
-        body = load(data)
+        body, proper = read(data)
         if not isinstance(body, dict):
             return
         if body.get("type") == "error" or (body.get("error") is not None and "content" not in body):
             self.error = error_text(body) or "the answer is an error"
         elif isinstance(body.get("content"), list):
             self._begin(body)
-            self._ended, self.reply = True, bytes(data)
+            self._ended, self.reply = True, bytes(data) if proper else dump(body)
 
     @property
     def finished(self) -> bool:
@@ -153,26 +149,26 @@ class Reader:
             elif kind == "tool_use":
                 function = {"name": text_of(block.get("name")) or "", "arguments": draft.raw}
                 calls.append({"id": text_of(block.get("id")), "type": "function", "function": function})
-        said = "".join(text)
+        said = mend("".join(text))
         message: Json = None
         if calls or any(thought):
             message = {"role": "assistant", "content": said or None}
             message |= {"reasoning_content": "".join(thought)} if any(thought) else {}
             message |= {"tool_calls": calls} if calls else {}
         reason = self._reason
-        return (Choice(0, said, _FINISH.get(reason, reason) if reason else None, message=message),)
+        return (Choice(0, said, _FINISH.get(reason, reason) if reason else None, message=clean(message)),)
 
     @property
     def _reason(self) -> str | None:
-        return text_of(self._message.get("stop_reason")) if self._message is not None else None
+        return name_of(self._message.get("stop_reason")) if self._message is not None else None
 
     def _begin(self, message: Json) -> None:
         if not isinstance(message, dict):
             return
         self._message = dict(message)
         self._drafts = {number: _Draft(dict(block)) for number, block in enumerate(objects(message.get("content")))}
-        self.model = text_of(message.get("model")) or self.model
-        self.id = text_of(message.get("id")) or self.id
+        self.model = name_of(message.get("model")) or self.model
+        self.id = name_of(message.get("id")) or self.id
         given, self._message["usage"] = message.get("usage"), {}
         self._count(given)
 
@@ -196,20 +192,17 @@ class Reader:
         counts: Object = found if isinstance(found, dict) else {}
         self._message["usage"] = counts
         counts |= {name: value for name, value in given.items() if value is not None or name not in counts}
-        fresh = number_of(counts.get("input_tokens"))
+        fresh = count_of(counts.get("input_tokens"))
         if fresh is not None:
             cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
-            prompt = fresh + sum(number_of(counts.get(name)) or 0 for name in cached)
-            self.usage = Usage(prompt, number_of(counts.get("output_tokens")) or 0)
+            prompt = fresh + sum(count_of(counts.get(name)) or 0 for name in cached)
+            self.usage = Usage(prompt, count_of(counts.get("output_tokens")) or 0)
 
     def _write(self) -> None:
         if self._message is None:
             return
         self._message["content"] = [draft.whole() for _, draft in sorted(self._drafts.items())]
-        try:
-            self.reply = dump(self._message)
-        except RecursionError:
-            self.reply = None  # nested too deeply to be written: its choices still say the rest
+        self.reply = dump(self._message)
 
 
 class Translation:
@@ -240,11 +233,14 @@ class Translation:
 
 def said_in_chat(ask: Ask, make: Callable[[Object], Object]) -> Object:
     """The chat body that `make` gives for a Messages request."""
+    given = turns.read(ask.body)
     try:
-        body = make(turns.read(ask.body))
-        dump(body)
+        body = make(given)
     except RecursionError:
-        raise InputError("the body is nested too deeply; make it flatter") from None
+        raise InputError(
+            f"messages are nested more than {DEEP} levels deep; make them flatter", param="messages"
+        ) from None
+    write(body, given)
     return body
 
 

@@ -10,13 +10,12 @@ is whole when its arguments are whole JSON; fragments that come for a later item
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-
-import orjson
 
 from reef.core.nouns import Json
 from reef.engines.dialect.items import Tools, objects, text
+from reef.engines.dialect.value import LOST, dump, load, mend, ready, say, split
 
 Emit = Callable[..., None]
 """`emit(type, **fields)` writes one event."""
@@ -47,28 +46,28 @@ class Message:
     def put(self, kind: str, words: str, logprobs: list[Json]) -> None:
         self._waiting.append((kind, words, logprobs))
 
-    def advance(self, emit: Emit) -> None:
+    def advance(self, emit: Emit, *, ended: bool = False) -> None:
         if not self._opened:
             self._opened = True
             emit("response.output_item.added", output_index=self.place["output_index"], item=self.json())
-        for kind, words, logprobs in self._waiting:
+        for kind, words, logprobs in self._ready(ended):
             if not self._parts or self._parts[-1]["type"] != kind:
                 self._end(emit)
                 self._begin(emit, kind)
             part = self._parts[-1]
             part[_field(kind)] += words
             if kind == "refusal":
-                emit("response.refusal.delta", **self._at(), delta=words)
+                if words:
+                    emit("response.refusal.delta", **self._at(), delta=words)
                 continue
             part["logprobs"] += logprobs
             if words:
                 emit("response.output_text.delta", **self._at(), delta=words, logprobs=logprobs)
-        self._waiting.clear()
 
     def close(self, emit: Emit, status: str) -> None:
         if not self._waiting and not self._parts:
             self._waiting.append(("output_text", "", []))
-        self.advance(emit)
+        self.advance(emit, ended=True)
         self._end(emit)
         self._status = status
         emit("response.output_item.done", output_index=self.place["output_index"], item=self.json())
@@ -81,6 +80,24 @@ class Message:
             "role": "assistant",
             "content": [dict(part) for part in self._parts],
         }
+
+    def _ready(self, ended: bool) -> Iterator[tuple[str, str, list[Json]]]:
+        """What waits, but for half a character at its end, whose other half may come."""
+        waiting, self._waiting = self._waiting, []
+        half, scored = "", list[Json]()
+        for place, (kind, given, logprobs) in enumerate(waiting, 1):
+            words, half = split(half + given)
+            scored = [*scored, *logprobs]
+            following = waiting[place][0] if place < len(waiting) else None
+            if half and (following == kind or (following is None and not ended)):
+                if following is None:
+                    self._waiting.append((kind, half, [] if words else scored))
+                if not words:
+                    continue
+            elif half:
+                words, half = words + LOST, ""
+            yield kind, mend(words), scored
+            scored = []
 
     def _at(self) -> dict[str, Json]:
         return {**self.place, "content_index": len(self._parts) - 1}
@@ -117,19 +134,18 @@ class Thought:
     def put(self, words: str) -> None:
         self._waiting.append(words)
 
-    def advance(self, emit: Emit) -> None:
+    def advance(self, emit: Emit, *, ended: bool = False) -> None:
         at = {**self.place, "summary_index": 0}
         if not self._opened:
             self._opened = True
             emit("response.output_item.added", output_index=self.place["output_index"], item=self.json())
             emit("response.reasoning_summary_part.added", **at, part={"type": "summary_text", "text": ""})
-        for words in self._waiting:
+        for words in ready(self._waiting, ended=ended):
             self._said += words
             emit("response.reasoning_summary_text.delta", **at, delta=words)
-        self._waiting.clear()
 
     def close(self, emit: Emit, status: str) -> None:
-        self.advance(emit)
+        self.advance(emit, ended=True)
         at = {**self.place, "summary_index": 0}
         emit("response.reasoning_summary_text.done", **at, text=self._said)
         emit("response.reasoning_summary_part.done", **at, part={"type": "summary_text", "text": self._said})
@@ -152,6 +168,7 @@ class Call:
         self._waiting: list[str] = []
         self._sent: list[str] = []
         self._name = ""
+        self._identified = False
         self.call_id = f"call_{receipt}_{index}"
 
     @property
@@ -160,37 +177,40 @@ class Call:
 
     @property
     def whole(self) -> bool:
-        if not (self._waiting or self._sent or [""])[-1].endswith("}"):
+        if not self._name or not (self._waiting or self._sent or [""])[-1].endswith("}"):
             return False
-        try:
-            orjson.loads(self._arguments())
-        except orjson.JSONDecodeError:
+        return load(self._arguments()) is not None
+
+    def identify(self, call_id: str) -> bool:
+        """Take the server's id, if none was told to the client yet."""
+        if self._opened or self._identified:
             return False
+        self.call_id, self._identified = mend(call_id), True
         return True
 
     def put(self, name: str, arguments: str) -> None:
-        if name and not (self._sent or self._waiting):
-            self._name += name
+        """Some servers tell the name behind the arguments; it is not grown once both are there."""
+        if name and not (self._name and (self._sent or self._waiting)):
+            self._name += mend(name)
         if arguments:
             self._waiting.append(arguments)
 
-    def advance(self, emit: Emit) -> None:
-        if not self._waiting:
+    def advance(self, emit: Emit, *, ended: bool = False) -> None:
+        if not self._waiting or not (self._name or ended):
             return  # the name may not be whole yet
         self._open(emit)
         custom = self._tools.named(self._name).custom
-        for arguments in self._waiting:
+        for arguments in ready(self._waiting, ended=ended):
             self._sent.append(arguments)
             if not custom:
                 emit("response.function_call_arguments.delta", **self.place, delta=arguments)
-        self._waiting.clear()
 
     def close(self, emit: Emit, status: str) -> None:
         custom = self._tools.named(self._name).custom
         if not self._arguments().strip() and not custom:
             self._waiting = ["{}"]  # a call without arguments, as some servers have it; clients parse them
         self._open(emit)
-        self.advance(emit)
+        self.advance(emit, ended=True)
         if custom:
             given = self._input()
             if given:
@@ -220,17 +240,14 @@ class Call:
             emit("response.output_item.added", output_index=self._index, item=self.json())
 
     def _arguments(self) -> str:
-        return "".join([*self._sent, *self._waiting])
+        return mend("".join([*self._sent, *self._waiting]))
 
     def _input(self) -> str:
         """The free text. A model that did not keep to the function's form is taken by its word."""
         arguments = "".join(self._sent)
-        try:
-            given = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            return arguments
+        given = load(arguments)
         words = given.get("input") if isinstance(given, dict) else None
-        return words if isinstance(words, str) else arguments
+        return mend(words) if isinstance(words, str) else arguments
 
 
 class Output:
@@ -322,7 +339,7 @@ class Output:
         self._emit("response.in_progress", response=self.response())
 
     def _emit(self, kind: str, **fields: Json) -> None:
-        data = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
+        data = dump({"type": kind, "sequence_number": self._number, **fields})
         self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
         self._number += 1
 
@@ -360,10 +377,10 @@ class Output:
         if call is None or (isinstance(function, dict) and function.get("name") and call.whole):
             call = self._calls[key] = Call(self._receipt, len(self._items), self._tools)
             self._items.append(call)
-            # Clients match results by this id, so it must be there and be the only one.
-            if (given := text(part.get("id"))) and given not in self._given:
-                self._given.add(given)
-                call.call_id = given
+        # Clients match results by this id, so it must be there and be the only one.
+        given = text(part.get("id"))
+        if given and given not in self._given and call.identify(given):
+            self._given.add(given)
         if isinstance(function, dict):
             call.put(text(function.get("name")) or "", text(function.get("arguments")) or "")
 
@@ -380,7 +397,7 @@ class Output:
 
     def _fail(self, error: Json) -> None:
         given = error if isinstance(error, dict) else {"message": error}
-        message = str(given.get("message") or "the model's answer broke off")
+        message = say(given.get("message") or "the model's answer broke off")
         self._error = {"code": text(given.get("code")) or "server_error", "message": message}
         self._status = "failed"
 

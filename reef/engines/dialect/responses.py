@@ -22,6 +22,7 @@ from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import chat
 from reef.engines.dialect.items import free, join, objects, text, to_chat
 from reef.engines.dialect.output import Output
+from reef.engines.dialect.value import DEEP, clean, count_of, dump, load, mend, name_of, read, say, write
 from reef.engines.sse import Event, Events
 
 _ENDS = {"response.completed": "completed", "response.incomplete": "incomplete", "response.failed": "failed"}
@@ -117,14 +118,17 @@ class Reader:
 
     def event(self, event: Event) -> bool:
         """`response.completed`, `.incomplete`, `.failed` or `error` ends a stream."""
-        if event.data is None or not isinstance(data := _load(event.data), dict):
+        if event.data is None:
+            return False
+        data, proper = read(event.data)
+        if not isinstance(data, dict):
             return False
         kind = text(data.get("type")) or event.name or ""
         if kind in _ENDS:
             response = data.get("response")
             given = response if isinstance(response, dict) else {}
             self._take({**given, "status": _ENDS[kind]})
-            self.reply = self._raw(event.data.encode("utf-8", "replace"), given)
+            self.reply = self._raw(event.data.encode("utf-8", "replace") if proper else None, given)
             return True
         if kind == "error" or (not kind and data.get("error") is not None):
             self._fail(data.get("error") if data.get("error") is not None else data)
@@ -136,7 +140,8 @@ class Reader:
         return False
 
     def whole(self, data: bytes) -> None:
-        if not isinstance(body := _load(data), dict):
+        body, proper = read(data)
+        if not isinstance(body, dict):
             return
         if body.get("object") != "response" and "output" not in body:
             if body.get("error") is not None:
@@ -144,7 +149,7 @@ class Reader:
             return
         self._take({"status": "completed", **body})
         if self._status is not None:
-            self.reply = bytes(data)
+            self.reply = bytes(data) if proper else dump(body)
 
     @property
     def finished(self) -> bool:
@@ -156,7 +161,7 @@ class Reader:
         if not (self._drafts or self.finished):
             return ()
         drafts = [draft for _, draft in sorted(self._drafts.items())]
-        words = "".join(draft.said("text") for draft in drafts)
+        words = mend("".join(draft.said("text") for draft in drafts))
         thought = "".join(draft.said("thought") or draft.said("summary") for draft in drafts)
         refusal = "".join(draft.said("refusal") for draft in drafts)
         calls = [call for draft in drafts if (call := draft.call()) is not None]
@@ -165,7 +170,7 @@ class Reader:
             message = {"role": "assistant", "content": words or None}
             given = {"reasoning_content": thought, "refusal": refusal, "tool_calls": calls}
             message |= {key: value for key, value in given.items() if value}
-        return (Choice(0, words, self._finish(bool(calls)), message=message),)
+        return (Choice(0, words, self._finish(bool(calls)), message=clean(message)),)
 
     def _finish(self, called: bool) -> str | None:
         if self._status == "completed":
@@ -175,8 +180,8 @@ class Reader:
         return None
 
     def _know(self, response: dict[str, Any]) -> None:
-        self.id = text(response.get("id")) or self.id
-        self.model = text(response.get("model")) or self.model
+        self.id = name_of(response.get("id")) or self.id
+        self.model = name_of(response.get("model")) or self.model
         self.usage = _usage(response.get("usage")) or self.usage
 
     def _take(self, response: dict[str, Any]) -> None:
@@ -195,7 +200,7 @@ class Reader:
 
     def _fail(self, error: Json) -> None:
         message = error.get("message") if isinstance(error, dict) else error
-        self.error = str(message or "the answer failed")
+        self.error = say(message or "the answer failed")
 
     def _grow(self, kind: str, data: dict[str, Any]) -> None:
         if kind in ("response.output_item.added", "response.output_item.done"):
@@ -225,12 +230,14 @@ class Reader:
             self._ids[known] = index
         return self._drafts.setdefault(index, _Draft())
 
-    def _raw(self, data: bytes, response: dict[str, Any]) -> bytes | None:
+    def _raw(self, data: bytes | None, response: dict[str, Any]) -> bytes | None:
         """The response object as it was sent, with the items that came before it where it has none."""
         items = [draft.item for _, draft in sorted(self._drafts.items()) if draft.done]
         try:
             if items and not response.get("output"):
-                return orjson.dumps({**response, "output": items})
+                return dump({**response, "output": items})
+            if data is None:  # not quite JSON
+                return dump(response)
             raw = bytes(msgspec.json.decode(data, type=_Whole).response)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError, RecursionError):
             return None
@@ -247,9 +254,14 @@ class Translation:
             raise InputError(f"the body is not JSON: {error}") from None
         if not isinstance(body, dict):
             raise InputError("the body must be a JSON object with `input`")
-        said, tools = to_chat(body, earlier, stream=ask.stream)
-        self.ask = replace(ask, dialect="chat", body=orjson.dumps(said))
+        try:
+            said, tools = to_chat(body, earlier, stream=ask.stream)
+        except RecursionError:
+            message = f"input is nested more than {DEEP} levels deep; make it flatter"
+            raise InputError(message, param="input") from None
         echo = {key: body[key] if body.get(key) is not None else value for key, value in _ECHO.items()}
+        write([[[echo]]], body)  # in an event it is that deep
+        self.ask = replace(ask, dialect="chat", body=write(said, body))
         self._output = Output(ask.receipt, echo, tools)
         self._events = Events()
         self._said = chat.Reader()
@@ -290,7 +302,7 @@ class Translation:
         for event in found:
             if self._said.event(event) and self._said.error is None:
                 break
-            if event.data is not None and isinstance(chunk := _load(event.data), dict):
+            if event.data is not None and isinstance(chunk := load(event.data), dict):
                 self._output.add(chunk)
         if item.terminal:
             return self._ending(strict=True)
@@ -298,7 +310,7 @@ class Translation:
         return [Piece(data)] if data else []
 
     def _take_whole(self, data: bytes) -> None:
-        body = _load(data)
+        body = load(data)
         if not isinstance(body, dict) or not (body.get("choices") or body.get("error")):
             raise EngineError("the engine answered 200 with something that is not a chat completion")
         self._said.whole(data)
@@ -309,7 +321,7 @@ class Translation:
         if strict and self._said.error is None and self._output.finish is None:
             raise EngineError("the engine ended its answer without a finish_reason")
         self._output.close()
-        self._reply = orjson.dumps(self._output.response())
+        self._reply = dump(self._output.response())
         if not self.ask.stream:
             return [Piece(self._reply, terminal=True)]
         data = self._output.take()
@@ -365,21 +377,10 @@ def _texts(item: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def _usage(given: Json) -> Usage | None:
-    if not isinstance(given, dict) or (prompt := _whole(given.get("input_tokens"))) is None:
+    if not isinstance(given, dict) or (prompt := count_of(given.get("input_tokens"))) is None:
         return None
-    return Usage(prompt, _whole(given.get("output_tokens")) or 0)
+    return Usage(prompt, count_of(given.get("output_tokens")) or 0)
 
 
 def _whole(value: Json) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _load(data: bytes | str) -> Json:
-    """JSON, or None for what is none."""
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        try:
-            return msgspec.json.decode(data)  # reads numbers that are too large for the other
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None

@@ -17,7 +17,8 @@ from typing import Any
 
 from reef.core.errors import InputError
 from reef.core.nouns import Json
-from reef.engines.dialect.blocks import dump, load, objects, text_of
+from reef.engines.dialect.blocks import objects, text_of
+from reef.engines.dialect.value import load, write
 
 Object = dict[str, Any]
 
@@ -198,7 +199,7 @@ def _call(block: Object, place: str) -> Object:
         if not isinstance(block.get(name), str):
             raise InputError(f"{place}.{name} must be a string", param=f"{place}.{name}")
     given = block.get("input")
-    arguments = "{}" if given is None else dump(given).decode()
+    arguments = "{}" if given is None else write(given, {f"{place}.input": given}).decode()
     return {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": arguments}}
 
 

@@ -176,7 +176,8 @@ class Service:
         """Most tokens of the answer: as asked, or a bound; never past the context. ContextError when none is left."""
         if length >= self._context:
             raise ContextError(
-                f"this model's context is {self._context} tokens; the messages are {length}. Shorten the messages",
+                f"this model's context is {self._context} tokens; the messages (with tools) are {length} tokens. "
+                "Send less, or use a model with a larger context",
                 param="messages",
             )
         return min(chat.sampling.max_tokens or self._options.max_tokens, self._context - length)

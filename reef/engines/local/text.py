@@ -117,8 +117,8 @@ class Text:
             too_long = len(self.encode(text[: context * PROBE])) > context + context // 4
         if too_long:
             raise ContextError(
-                f"this model's context is {context} tokens; the messages are {len(text)} characters, which is more. "
-                "Shorten the messages",
+                f"this model's context is {context} tokens; the messages (with tools) are {len(text)} characters, "
+                "which is more tokens than that. Send less, or use a model with a larger context",
                 param="messages",
             )
         return self.encode(text)

@@ -11,6 +11,7 @@ from reef.engines.sse import Events
 
 
 def test_letters_cut_in_the_middle():
+    """case 6: no letter is lost at a cut."""
     text = "北京🌍"
     data = f'data: {{"choices":[{{"index":0,"delta":{{"content":"{text}"}},"finish_reason":"stop"}}]}}\r\n\r\n'.encode()
     events, said = Events(), Reader()
@@ -33,6 +34,7 @@ def together(*chunks):
 
 
 def test_usage_in_a_trailing_chunk_without_choices():
+    """case 1: a chunk that is usage alone."""
     made = together(
         chunk(content="Hi"),
         chunk(finish="stop"),
@@ -50,6 +52,7 @@ def call(index, arguments, name=None, id=None):
 
 
 def test_tool_calls_with_one_index_twice_in_a_chunk():
+    """case 3: both fragments are the one call's."""
     made = together(
         chunk(tool_calls=[call(0, "", "f", "c1"), call(0, '{"a":')]),
         chunk(tool_calls=[call(0, "1}")], finish="tool_calls"),
@@ -62,6 +65,7 @@ def test_tool_calls_with_one_index_twice_in_a_chunk():
 
 
 def test_interleaved_tool_calls_and_a_name_in_fragments():
+    """case 5: by index, in order."""
     made = together(
         chunk(tool_calls=[call(0, '{"x"', "get_"), call(1, '{"y"', "set")]),
         chunk(tool_calls=[call(0, ":1}", "weather")]),
@@ -94,6 +98,7 @@ def test_json_that_is_too_deep_is_passed_over():
 
 
 def test_choices_are_kept_apart_and_must_all_finish():
+    """case 5, for answers: choices in turns."""
     made = together(chunk(1, content="b"), chunk(0, content="a"), chunk(0, finish="stop"))
     assert [(item.index, item.text) for item in made.choices()] == [(0, "a"), (1, "b")]
     assert not made.finished

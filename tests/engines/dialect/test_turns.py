@@ -121,6 +121,7 @@ def test_a_conversation_as_an_agent_sends_it() -> None:
 
 
 def test_an_assistant_that_only_calls_has_no_content() -> None:
+    """case 11: said as null, which chat servers take."""
     called = {"type": "tool_use", "id": "t", "name": "f", "input": {"n": 2**60}}
     (message,) = messages({"role": "assistant", "content": [called]})
     assert message["content"] is None
@@ -278,7 +279,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 def test_what_is_nested_too_deeply_is_refused() -> None:
     schema = '{"a":' * 1000 + "1" + "}" * 1000
     body = asking(tools=[{"name": "f", "input_schema": {"a": "DEEP"}}]).body.replace(b'"DEEP"', schema.encode())
-    with pytest.raises(InputError, match="too deeply"):
+    with pytest.raises(InputError, match="levels deep"):
         translate(replace(asking(), body=body))
 
 
