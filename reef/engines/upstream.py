@@ -26,6 +26,7 @@ from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.decode import GZIP, ZSTD, Decoder
 from reef.engines.dialect import Reader, reader
+from reef.engines.dialect.value import load
 from reef.engines.flow import Flow, count_scores, drain, wants_scores
 from reef.engines.http import Broken, Client, Response, Unreachable
 from reef.engines.rename import rename
@@ -125,6 +126,7 @@ class UpstreamEngine:
             self._fixed |= {"x-api-key": key} if api == "anthropic" else {"authorization": f"Bearer {key}"}
         self._retries, self._retry_seconds, self._pause = retries, retry_seconds, pause
         self._client = Client(url, connect=connect, idle=idle, connections=connections, proxy=proxy)
+        self._listed: tuple[float, Sequence[str]] = (float("-inf"), ())
         self._reached = (float("-inf"), False)  # when it was last looked at, and what was seen
         self.why: str | None = None  # what was wrong when it was last not ready
         self._warned, self._unsaid = float("-inf"), 0
@@ -187,6 +189,25 @@ class UpstreamEngine:
             self.why = _failure(error)
         self._reached = (time.monotonic(), seen)
         return seen
+
+    async def models(self) -> Sequence[str]:
+        """What the provider lists, asked at most once a minute; nothing when it cannot be asked."""
+        at, listed = self._listed
+        if time.monotonic() - at < 60.0:
+            return listed
+        try:
+            async with asyncio.timeout(5.0):
+                response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
+                try:
+                    body = load(await self._read(response, MAX_ERROR)) if response.status == 200 else None
+                finally:
+                    response.close()
+        except (Unreachable, Broken, TimeoutError, UpstreamError):
+            return ()
+        data = body.get("data") if isinstance(body, dict) else None
+        names = [item.get("id") for item in data if isinstance(item, dict)] if isinstance(data, list) else []
+        self._listed = time.monotonic(), tuple(name for name in names if isinstance(name, str) and len(name) <= 200)
+        return self._listed[1]
 
     async def close(self) -> None:
         self._client.close()

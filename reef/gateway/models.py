@@ -1,6 +1,7 @@
 """GET /v1/models and /v1/models/{id}: objects that are valid for OpenAI's and Anthropic's clients at once.
 
-Knows: the names this server lists. Does not know: which of them a scenario uses; one engine answers any name.
+Knows: the names this server lists: those of its configuration, else those that the scenario's provider lists.
+Does not know: which of them a scenario uses; one engine answers any name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 async def models(app: App, call: Call) -> None:
     """The list, all on one page unless `limit` asks for less (then `after_id` goes on)."""
-    found = [_view(name) for name in _names(app)]
+    found = [_view(name) for name in await _names(app, call)]
     after = call.query("after_id")
     if after is not None:
         places = [place for place, item in enumerate(found) if item["id"] == after]
@@ -35,15 +36,20 @@ async def models(app: App, call: Call) -> None:
 
 async def model(app: App, call: Call) -> None:
     name = call.params["*"]
-    if name not in _names(app):
+    if name not in await _names(app, call):
         error = MissingError(f"no model {name!r}; GET /v1/models lists them", param="model")
         error.code = "model_not_found"
         raise error
     await call.json(200, _view(name))
 
 
-def _names(app: App) -> tuple[str, ...]:
-    return tuple(app.context.engines) if app.context.models is None else app.context.models
+async def _names(app: App, call: Call) -> tuple[str, ...]:
+    names = tuple(app.context.engines) if app.context.models is None else app.context.models
+    if names:
+        return names
+    engine = app.context.route(call.scenario or app.context.default_scenario, None).engine
+    listed = getattr(engine, "models", None)  # a provider's
+    return tuple(await listed()) if listed is not None else ()
 
 
 def _view(name: str) -> dict[str, Any]:

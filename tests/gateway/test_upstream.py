@@ -197,3 +197,29 @@ async def test_a_providers_5xx_is_logged_when_nothing_is_tried_after_it(relay, p
     assert (line.levelname, line.getMessage()) == ("WARNING", "the provider 127.0.0.1 answered 500")
     assert (len(line.receipt), line.status) == (32, 500)
     assert "PRIVATE" not in caplog.text
+
+
+async def test_a_provider_lists_its_own_models(run, tmp_path):
+    asked = []
+
+    async def listed(request):
+        asked.append(request.headers.get("authorization"))
+        return web.json_response({"data": [{"id": "gpt-x"}, {"id": 7}, "odd", {"id": "org/y"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/v1"
+    async with run(tmp_path, UpstreamEngine(url, key=KEY), models=()) as gateway, gateway.client() as client:
+        for _ in range(3):
+            page = (await client.get("/v1/models")).json()
+            assert [item["id"] for item in page["data"]] == ["gpt-x", "org/y"]
+        assert (await client.get("/v1/models/org/y")).status_code == 200
+        assert (await client.get("/v1/models/other")).status_code == 404
+        assert asked == [f"Bearer {KEY}"]
+    await runner.cleanup()
+    async with run(tmp_path, UpstreamEngine(url), models=()) as gateway, gateway.client() as client:
+        assert (await client.get("/v1/models")).json()["data"] == []
