@@ -45,10 +45,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "Any setting can be given as --section.key VALUE, for example --reef.port 8901.",
     )
     options.configuration(parser, model=True)
+    parser.add_argument("--workers", metavar="N", help="gateway processes: the same as --reef.workers N")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.workers is not None:
+        args.overrides = [*getattr(args, "overrides", ()), ("reef.workers", args.workers)]
     began = time.monotonic()
     from reef.cli import bind
 

@@ -411,3 +411,8 @@ def test_run_needs_a_driver(capsys):
     assert "run.py" in capsys.readouterr().err
     assert main(["run"]) == 2
     assert "required: FOLDER\n" in capsys.readouterr().err
+
+
+def test_workers_is_a_setting_of_its_own(capsys):
+    assert main(["serve", "--workers", "0"]) == 2
+    assert "reef.workers" in capsys.readouterr().err
