@@ -15,8 +15,10 @@ import pytest
 from reef.cli.logs import Lines, Log
 
 SCRIPT = """
-import os, pathlib, socket, sys
+import os, pathlib, signal, socket, sys
 from reef.cli.supervise import Role, Supervisor
+for number in (signal.SIGINT, signal.SIGHUP):  # ignored where the tests run in the background
+    signal.signal(number, signal.SIG_DFL)
 folder = pathlib.Path(sys.argv[1])
 def sh(text):
     return ["sh", "-c", text]
@@ -167,6 +169,23 @@ def test_a_second_signal_kills_at_once(start, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(5) == 0
     assert not alive(pid)
+
+
+def test_who_listens_is_told_of_a_stop_while_roles_still_end(start, tmp_path):
+    process = start(
+        """
+        ending = "trap 'while [ ! -e go ]; do sleep 0.02; done; exit 0' TERM"
+        role = Role('a', sh(ending + "; touch ready; while :; do sleep 0.02; done"))
+        supervise(role, stopping=lambda: (folder / "told").open("a").write("x"))
+        """
+    )
+    until((tmp_path / "ready").exists)
+    process.terminate()
+    until((tmp_path / "told").exists)
+    assert process.poll() is None
+    (tmp_path / "go").touch()
+    assert process.wait(5) == 0
+    assert (tmp_path / "told").read_text() == "x"
 
 
 def test_a_once_role_runs_at_the_start_and_when_kicked(start, tmp_path):
