@@ -65,7 +65,7 @@ def state(tmp_path):
     return tmp_path / "state"
 
 
-async def suffer(process, session, fault, asked=12):
+async def suffer(process, session, fault, asked=12, fits=False):
     """Load on both scenarios before, during and after a fault; what clients saw of what they asked during it."""
     async with (
         Load(session, process.url, "strict", clients=6) as strict,
@@ -99,8 +99,14 @@ async def suffer(process, session, fault, asked=12):
         assert note.whole, f"a lenient answer broke off: {note.status} {note.body[-100:]!r}"
         assert (note.receipt is None) == (note.recorded == "false")
     await check_stored(process, strict, soft)
-    assert {note.status for note in during if not note.headers} == {503}
-    assert {note.recorded for note in during if note.headers} == {"false"}
+    refused = {note.status for note in during if not note.headers}
+    unrecorded = {note.recorded for note in during if note.headers}
+    if fits:  # a log that begins again from its start has room in its own file now and then
+        assert 503 in refused <= {200, 503}
+        assert "false" in unrecorded
+    else:
+        assert refused == {503}
+        assert unrecorded == {"false"}
 
 
 def kept(notes):
@@ -143,7 +149,7 @@ FAULTS = [kit_faults.locked, kit_faults.limited, kit_faults.readonly, kit_faults
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_trouble_comes_and_goes(state, fault):
     async with served(state, powerless=fault is kit_faults.readonly) as (process, session):
-        await suffer(process, session, fault)
+        await suffer(process, session, fault, fits=fault is kit_faults.limited)
 
 
 async def test_a_store_that_hangs(state):
@@ -183,7 +189,7 @@ async def test_a_full_disk(tmp_path):
         if not allowed:
             pytest.skip("needs the right to mount a small file system")
         async with served(tmp_path / "disk/state") as (process, session):
-            await suffer(process, session, kit_faults.filled)
+            await suffer(process, session, kit_faults.filled, fits=True)
 
 
 def grown(pid):
