@@ -20,6 +20,7 @@ import logging
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from urllib.parse import quote, urlsplit
 
 from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
@@ -176,14 +177,10 @@ class UpstreamEngine:
         if time.monotonic() - at < 5.0 or (seen and self._client.full):
             return seen
         try:
-            async with asyncio.timeout(2.0):
-                response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
+            async with self._listing(2.0) as response:
                 seen = response.status < 500
                 self.why = None if seen else f"answers {response.status}"
-                try:
-                    await drain(response)
-                finally:
-                    response.close()
+                await drain(response)
         except (Unreachable, Broken, TimeoutError) as error:
             seen = False
             self.why = _failure(error)
@@ -196,18 +193,24 @@ class UpstreamEngine:
         if time.monotonic() - at < 60.0:
             return listed
         try:
-            async with asyncio.timeout(5.0):
-                response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
-                try:
-                    body = load(await self._read(response, MAX_ERROR)) if response.status == 200 else None
-                finally:
-                    response.close()
+            async with self._listing(5.0) as response:
+                body = load(await self._read(response, MAX_ERROR)) if response.status == 200 else None
         except (Unreachable, Broken, TimeoutError, UpstreamError):
             return ()
         data = body.get("data") if isinstance(body, dict) else None
         names = [item.get("id") for item in data if isinstance(item, dict)] if isinstance(data, list) else []
         self._listed = time.monotonic(), tuple(name for name in names if isinstance(name, str) and len(name) <= 200)
         return self._listed[1]
+
+    @asynccontextmanager
+    async def _listing(self, seconds: float) -> AsyncIterator[Response]:
+        """The provider's answer to being asked for its models."""
+        async with asyncio.timeout(seconds):
+            response = await self._client.send(self._client.head("GET", self._path + "/models", self._fixed))
+            try:
+                yield response
+            finally:
+                response.close()
 
     async def close(self) -> None:
         self._client.close()

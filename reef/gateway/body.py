@@ -20,7 +20,6 @@ import zstandard
 from reef.core.errors import InputError
 from reef.gateway.call import Call, Gone
 from reef.gateway.errors import Refusal
-from reef.gateway.leash import KEY
 
 ENCODINGS = "gzip, deflate, br, zstd, identity"
 SLOW = 60.0  # seconds a client may take to send the next part of a body
@@ -79,7 +78,7 @@ async def read(call: Call, limit: int) -> bytes:
 
 
 async def _collect(call: Call, limit: int) -> bytes:
-    line = call.scope.get("extensions", {}).get(KEY)
+    line = call.line
     if line is not None and line.whole:  # nothing to wait for, so no clock is wound
         message = await call.receive()
         if message["type"] != "http.request":

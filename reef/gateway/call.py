@@ -27,6 +27,31 @@ _large = Lines(log, "refused %d more requests with too large bodies")
 _NOBODY = Token("nobody", frozenset())
 
 
+Reply = Callable[[int, list[tuple[bytes, bytes]], bytes], bool]
+KEY = "reef.line"
+"""Where the extensions of a request's ASGI scope have its `Line`."""
+
+
+class Line:
+    """Whether a request's connection is gone; `cut` is called when it goes. Costs nothing while nothing happens.
+
+    `whole`: the request's body is here, so that taking it waits for nothing. `reply`: sends a whole answer (status,
+    header pairs, body) in one write; False when it must go the usual way.
+    """
+
+    __slots__ = ("cut", "gone", "reply", "whole")
+
+    def __init__(self, reply: Reply | None = None) -> None:
+        self.gone = self.whole = False
+        self.cut: Callable[[], None] | None = None
+        self.reply = reply
+
+    def lose(self) -> None:
+        self.gone = True
+        if self.cut is not None:
+            self.cut()
+
+
 class Gone(Exception):
     """The client went away. Not an error of Reef's tree: nobody is left to be answered."""
 
@@ -60,6 +85,12 @@ class Call:
     counted: bool = False
     whole: tuple[int, Mapping[str, str], list[bytes]] | None = None  # an answer that is kept until it is whole
     held: int = 0  # bytes of this request's body in memory
+
+    @property
+    def line(self) -> Line | None:
+        """The request's connection, where the server is ours."""
+        found: Line | None = self.scope.get("extensions", {}).get(KEY)
+        return found
 
     def hold(self, size: int) -> None:
         """Count bytes of this request's body. Refused (503) when the bodies of all requests are too much together."""
@@ -140,7 +171,7 @@ class Call:
 
     async def reply(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
         """The whole answer at once, with its length."""
-        line = self.scope.get("extensions", {}).get("reef.line")
+        line = self.line
         if line is not None and line.reply is not None:
             pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
             self.started = True

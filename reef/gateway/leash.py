@@ -8,35 +8,10 @@ Does not know: what the work is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from reef.gateway.call import Call, Gone
-
-Reply = Callable[[int, list[tuple[bytes, bytes]], bytes], bool]
-KEY = "reef.line"
-"""Where the extensions of a request's ASGI scope have its `Line`."""
-
-
-class Line:
-    """Whether a request's connection is gone; `cut` is called when it goes. Costs nothing while nothing happens.
-
-    `whole`: the request's body is here, so that taking it waits for nothing. `reply`: sends a whole answer (status,
-    header pairs, body) in one write; False when it must go the usual way.
-    """
-
-    __slots__ = ("cut", "gone", "reply", "whole")
-
-    def __init__(self, reply: Reply | None = None) -> None:
-        self.gone = self.whole = False
-        self.cut: Callable[[], None] | None = None
-        self.reply = reply
-
-    def lose(self) -> None:
-        self.gone = True
-        if self.cut is not None:
-            self.cut()
+from reef.gateway.call import Call, Gone, Line
 
 
 class Leash:
@@ -58,7 +33,7 @@ class Leash:
         task = asyncio.current_task()
         assert task is not None
         self._task = task
-        self._line: Line | None = self._call.scope.get("extensions", {}).get(KEY)
+        self._line: Line | None = self._call.line
         if self._line is None:
             self._watch = asyncio.create_task(self._wait())
         elif self._line.gone:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from reef.core.errors import MissingError
+from reef.core.errors import ModelError
 from reef.gateway.call import Call
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ async def models(app: App, call: Call) -> None:
 async def model(app: App, call: Call) -> None:
     name = call.params["*"]
     if name not in await _names(app, call):
-        error = MissingError(f"no model {name!r}; GET /v1/models lists them", param="model")
-        error.code = "model_not_found"
-        raise error
+        raise ModelError(f"no model {name!r}; GET /v1/models lists them", param="model")
     await call.json(200, _view(name))
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from reef.gateway.leash import KEY, Line
+from reef.gateway.call import KEY, Line
 from reef.gateway.lines import Lines
 
 HEADER_BYTES = 64 * 1024

@@ -50,6 +50,11 @@ class SqliteStore:
         """How many transactions this store wrote."""
         return self._writer.commits
 
+    @property
+    def waiting(self) -> int:
+        """How many appends wait to be written."""
+        return self._writer.waiting
+
     async def start(self) -> None:
         """Create or migrate the file and begin to write. StoreError says what is wrong with it."""
         await asyncio.to_thread(schema.migrate, self._path)

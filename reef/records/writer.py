@@ -82,6 +82,11 @@ class Writer:
         self._rows: Rows | None = None
         self.commits = 0
 
+    @property
+    def waiting(self) -> int:
+        """How many wait to be written."""
+        return len(self._queue)
+
     def start(self) -> None:
         self._thread.start()
         self._checkpoint.start()

@@ -13,7 +13,7 @@ import pytest
 from reef.core.nouns import Record
 from reef.engines.upstream import UpstreamEngine
 from reef.gateway.auth import Tokens
-from reef.gateway.leash import KEY, Line
+from reef.gateway.call import KEY, Line
 from reef.gateway.spool import Spool
 from reef.records import Query
 from reef.records.sqlite import SqliteStore

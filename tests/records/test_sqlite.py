@@ -516,3 +516,21 @@ async def test_damage_is_an_error_of_its_reader_only(store, record):
         await store.get([first.id])
     assert await store.get([second.id]) == [second]
     await store.append(record())
+
+
+async def test_how_many_wait_to_be_written(tmp_path, record):
+    store = SqliteStore(tmp_path / "records.db", owner="gateway-1-test", busy=30.0)
+    await store.start()
+    other = sqlite3.connect(tmp_path / "records.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tasks = [asyncio.create_task(store.append(record(id=f"{0:032x}")))]
+    await asyncio.sleep(0.1)  # the writer took it, and waits for the lock
+    assert store.waiting == 0
+    tasks += [asyncio.create_task(store.append(record(id=f"{number:032x}"))) for number in range(1, 5)]
+    await asyncio.sleep(0.05)
+    assert store.waiting == 4
+    other.execute("ROLLBACK")
+    other.close()
+    await asyncio.gather(*tasks)
+    assert store.waiting == 0
+    await store.close()
