@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import pydantic
 
@@ -42,6 +43,8 @@ def explain(
         place, key = lookup(where), dotted(where)
         if fault["type"] == "extra_forbidden":
             lines.append(unknown(where, keys_at(where[:-1]), place))
+        elif fault["type"] == "missing":
+            lines.append(f"{place}: {key} needs {fault['loc'][-1]}")
         elif fault["type"] == "value_error":
             reason = str(fault["ctx"]["error"])
             place = lookup((*where, reason.split(":")[0].split(" ")[0]))  # the key a rule's sentence begins with
@@ -87,14 +90,16 @@ def scenario(
     return found
 
 
-def unknown(where: Where, known: Sequence[str], place: Place, also: Iterable[str] = ()) -> str:
-    """The sentence for a key that does not exist. `also` are further places' keys, spelled in full."""
+def unknown(where: Where, known: Sequence[str], place: Place, also: Iterable[str] = (), owner: str = "") -> str:
+    """The sentence for a key that does not exist. `also` are further places' keys, spelled in full; `owner`, whose
+    fields may stand there too."""
     key, parent = str(where[-1]), dotted(where[:-1])
     full = [f"{parent}.{name}" if parent else name for name in known]
     near = difflib.get_close_matches(key, list(known), 1)
     close = [f"{parent}.{name}" if parent else name for name in near]
     close += [n for n in (*also, *_elsewhere(key)) if n not in close]
-    hint = f"; did you mean {' or '.join(close[:3])}?" if close else _choices(full)
+    none = f", and the {owner} has no such field" if owner else ""
+    hint = f"; did you mean {' or '.join(close[:3])}?" if close else none + _choices(full)
     return f"{place}: {dotted(where)} is not a setting{hint}"
 
 
@@ -148,7 +153,7 @@ def arguments(
     The values sit at `where`; those of the keys in `inherited`, under reef. ConfigError has a line for each fault.
     """
     fields = {item.name: item for item in dataclasses.fields(made_of) if item.init}
-    hints = typing.get_type_hints(made_of)
+    hints = _hints(cast(Hashable, made_of))
     ready: dict[str, Any] = {}
     wrong: list[ConfigError] = []
     for key, value in given.items():
@@ -157,7 +162,7 @@ def arguments(
         if key not in fields:
             own = [f"{dotted(home)}.{near} (of {name})" for near in difflib.get_close_matches(key, fields, 1)]
             built_in = keys_at(home) if len(home) < 3 else ["use"]
-            wrong.append(ConfigError(unknown(at, built_in, lookup(at), own), param=dotted(at)))
+            wrong.append(ConfigError(unknown(at, built_in, lookup(at), own, name), param=dotted(at)))
             continue
         try:
             ready[key] = _field(hints[key], value, at, name, lookup)
@@ -169,7 +174,7 @@ def arguments(
         raise ConfigError(f"{lookup(where)}: the {name} needs {', '.join(missing)}", param=missing[0])
     try:
         return made_of(**ready)
-    except (ReefError, ValueError, TypeError) as error:
+    except (ReefError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{lookup(where)}: the {name}: {error}", param=getattr(error, "param", None)) from None
 
 
@@ -210,18 +215,36 @@ def _elsewhere(key: str) -> list[str]:
 
 def _field(hint: Any, value: Any, where: Where, name: str, lookup: Lookup) -> Any:
     inner = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    wrong = isinstance(value, bool) and bool not in inner and str not in inner
+    wrong = isinstance(value, bool) and not any(kind in inner for kind in (bool, str, Any))
     if str in inner and int not in inner and float not in inner and hasattr(value, "text"):
         value = value.text
     try:
         if wrong:
             raise ValueError(f"expected {_word(hint)}")
-        return pydantic.TypeAdapter(hint, config=_COERCE).validate_python(value)
+        return _adapter(hint).validate_python(value)
     except pydantic.ValidationError as error:
         reason = _plain(error.errors(include_url=False)[-1])
     except ValueError as error:
         reason = str(error)
     raise ConfigError(f"{lookup(where)}: {dotted(where)} (of {name}): {reason}, not {value!r}", param=dotted(where))
+
+
+def _adapter(hint: Any) -> pydantic.TypeAdapter[Any]:
+    """Kept where it can be: a suite has a hundred thousand scorers of a few types."""
+    try:
+        return _kept(hint)
+    except TypeError:  # a hint that cannot be hashed
+        return pydantic.TypeAdapter(hint, config=_COERCE)
+
+
+@functools.lru_cache(256)
+def _kept(hint: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(hint, config=_COERCE)
+
+
+@functools.lru_cache(256)
+def _hints(made_of: Any) -> dict[str, Any]:
+    return typing.get_type_hints(made_of)
 
 
 def _word(hint: Any) -> str:
@@ -253,6 +276,8 @@ def _trim(where: Where, values: Any) -> Where:
 def _plain(fault: Any) -> str:
     text = str(fault["msg"])
     text = text[len("Value error, ") :] if text.startswith("Value error, ") else text
+    if fault["type"] == "model_type":
+        return "expected keys and values below it"
     return text[0].lower() + text[1:]
 
 

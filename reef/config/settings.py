@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from reef.core.ids import is_scenario
+from reef.core.nouns import ActKind
 
 Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
 """Text; a number in the file is taken as it was spelled."""
@@ -111,29 +114,95 @@ class EngineSettings(Section):
 
 
 class GateSettings(Section):
-    policy: Text = "guarded"  # always | guarded | better, or package.module:Name
-    suite: Text | None = None  # the suite file that `better` measures on; relative to the configuration file
+    policy: Text = "guarded"
+    """always | guarded | floor | better | no_worse | protected | all_of, or package.module:Name"""
+    suite: Text | tuple[Text, ...] | None = None
+    """What is measured on: a JSON-lines file (relative to the configuration file), traffic (the scenario's held-out
+    prompts), failures (promoted ones), package.module:name; or several."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1  # with suite traffic: the share of prompts that never train
+    scorer: dict[str, Any] = Field(default_factory=dict)  # judges tasks that bring none: {use: number, …}
     evaluate_every: Size = 1  # look at a line's candidate every so many optimizer steps
     patience: Size = 3  # undecided looks before a candidate counts as rejected
-    options: dict[str, Any] = Field(default_factory=dict)  # the policy's own limits
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05  # the share of releases that may be no better
+    tasks: Size = 192  # asked in one look, at most
+    least: Size = 16  # tasks without which nothing is decided
+    repeats: Annotated[int, Field(ge=1, le=16)] = 3  # answers of the incumbent to each task, kept while it stands
+    calls: Size | None = None  # evaluation's calls of a scenario in a month, at most
+    tokens: Size | None = None  # and tokens
+    money: Annotated[float, Field(gt=0)] | None = None  # and money, by `prices`
+    options: dict[str, Any] = Field(default_factory=dict)  # the policy's own fields, and limits of the guards
 
     @pydantic.model_validator(mode="after")
     def _suite(self) -> Self:
-        if self.policy in ("better", "no_worse", "protected") and not self.suite:
+        if self.policy in ("better", "no_worse", "protected", "floor") and not self.suite:
             raise ValueError(
                 f"policy {self.policy} compares scores on a suite; give gate.suite, or use policy: guarded"
             )
+        named = (self.suite,) if isinstance(self.suite, str) else self.suite or ()
+        if len(set(named)) < len(named):
+            raise ValueError("suite names the same source twice")
+        if "traffic" in named and not self.holdout:
+            raise ValueError("holdout is 0, and the suite is traffic: held-out prompts; give it a share such as 0.1")
+        if self.least > self.tasks:
+            raise ValueError(f"least is {self.least}, more than the {self.tasks} tasks that a look may ask")
         return self
+
+
+class WatchSettings(Section):
+    """What happens when live reports say that a release is worse than the one before it. (YAML reads a bare `off` as
+    false.)"""
+
+    action: Annotated[Literal["rollback", "tell", "off"], BeforeValidator(lambda value: value or "off")] = "rollback"
+    reports: Size = 300  # scored reports on the new release that are looked at
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = 0.05  # the chance of a false alarm for one release
 
 
 class ReleaseSettings(Section):
     mode: Literal["auto", "review"] = "auto"  # review: an accepted candidate waits for `reef promote`
+    watch: WatchSettings = Field(default_factory=WatchSettings)
+    remote: Text | None = None  # a git remote that every release is pushed to, with git-lfs
+    keep: Size | None = None  # releases whose large files stay on disk, besides pinned ones; None: all
+    keep_candidates: Size = 20  # candidates that are kept, the newest
 
 
 class TrainingSettings(Section):
     backend: Text = "local"  # local | fake (for tests), or package.module:Name
     trigger: Literal["auto"] = "auto"  # a batch is trained as soon as it is full
     options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments
+
+
+class PriceSettings(Section):
+    """Money for a million tokens of a model."""
+
+    prompt: Annotated[float, Field(ge=0)]
+    output: Annotated[float, Field(ge=0)]
+
+
+class WebhookSettings(Section):
+    url: Text  # gets a POST with one act as JSON
+    kinds: tuple[ActKind, ...] = ("release", "hold", "promote", "rollback", "alarm", "trouble")
+    secret_env: Text | None = None  # the environment variable with the secret that signs what is sent (HMAC-SHA256)
+
+    @pydantic.field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        if (why := refused(url)) is not None:
+            raise ValueError(why)
+        return url
+
+
+def refused(url: str) -> str | None:
+    """Why a webhook cannot be sent to this address, as the end of a sentence."""
+    try:
+        parts = urlsplit(url)
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        right = False
+    if not right:
+        return "must be http://host/… or https://host/…"
+    if parts.username is not None:
+        return "must not hold a password; sign with secret_env instead"
+    return None
 
 
 class RecordSettings(Section):
@@ -160,6 +229,7 @@ class LimitSettings(Section):
 class ObservabilitySettings(Section):
     log: Literal["debug", "info", "warning", "error"] = "info"
     log_bytes: Size = 2 * 1024 * 1024  # of one file in state_dir/logs, kept twice
+    webhook: WebhookSettings | None = None  # told of what happens to releases
 
 
 class ScenarioOverrides(Section):
@@ -191,6 +261,7 @@ class Settings(Section):
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
     records: RecordSettings = Field(default_factory=RecordSettings)
+    prices: dict[str, PriceSettings] = Field(default_factory=dict)  # by model name, or engine/model
     limits: LimitSettings = Field(default_factory=LimitSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
 
@@ -231,7 +302,7 @@ class Settings(Section):
             model=over.model or self.reef.model,
             recipes=_uses(self.reef, over, self.engine(engine).kind, name if name in self.scenarios else ""),
             gate=GateSettings.model_validate(self.gate.model_dump(exclude_unset=True) | over.gate),
-            releases=ReleaseSettings.model_validate(self.releases.model_dump(exclude_unset=True) | over.releases),
+            releases=ReleaseSettings.model_validate(_over(self.releases, over.releases)),
             training=TrainingSettings.model_validate(self.training.model_dump(exclude_unset=True) | over.training),
         )
 
@@ -278,6 +349,14 @@ def _uses(reef: ReefSettings, over: ScenarioOverrides, kind: str, name: str) -> 
     return (Use(recipe, fields, where if over.recipe_fields else ("reef",), inherited),)
 
 
+def _over(releases: ReleaseSettings, over: dict[str, Any]) -> dict[str, Any]:
+    """A scenario's releases; of `watch` it may change one key and keep the others."""
+    merged = releases.model_dump(exclude_unset=True) | over
+    if isinstance(over.get("watch"), dict):
+        merged["watch"] = releases.watch.model_dump(exclude_unset=True) | over["watch"]
+    return merged
+
+
 def _near(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -288,6 +367,16 @@ def split(section: dict[str, Any], model: type[Section]) -> dict[str, Any]:
     known = {key: value for key, value in section.items() if key in model.model_fields and key != "recipe_fields"}
     fields = {key: value for key, value in section.items() if key not in known}
     return known | ({"recipe_fields": fields} if fields else {})
+
+
+def dotted_source(source: str) -> bool:
+    """Whether an entry of gate.suite names code, package.module:name."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", source) is not None
+
+
+def file_source(source: str) -> bool:
+    """Whether an entry of gate.suite names a file."""
+    return source not in ("traffic", "failures") and not dotted_source(source)
 
 
 def is_loopback(host: str) -> bool:

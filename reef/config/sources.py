@@ -17,7 +17,7 @@ import pydantic
 
 from reef.config import check
 from reef.config.file import Place, Tree, Where, dotted, read, scalar
-from reef.config.settings import ReefSettings, ScenarioOverrides, Settings, split
+from reef.config.settings import ReefSettings, ScenarioOverrides, Settings, file_source, split
 from reef.core.errors import ConfigError
 
 DEFAULT_FILE = "reef.yaml"
@@ -106,7 +106,7 @@ def load(
     if model is not None and address is None:
         _model(tree, model, Place("command line"))
     if file is not None:
-        _suite(tree, file)
+        _suites(tree, file)
     shaped = _shape(tree)
     try:
         settings = Settings.model_validate(shaped)
@@ -192,12 +192,23 @@ def _model(tree: Tree, model: str, place: Place) -> None:
         _put(tree, ("reef", "model"), model, place)
 
 
-def _suite(tree: Tree, file: Path) -> None:
-    """A suite named in the file lies beside the file; one from the command line, in the caller's folder."""
-    gate = tree.values.get("gate")
-    place = tree.places.get(("gate", "suite"))
-    if isinstance(gate, dict) and isinstance(gate.get("suite"), str) and place is not None and place.file:
-        gate["suite"] = str(file.parent / gate["suite"])
+def _suites(tree: Tree, file: Path) -> None:
+    """Suite files named in the file lie beside it; one from the command line, in the caller's folder."""
+    sections: list[tuple[Any, Where]] = [(tree.values.get("gate"), ("gate",))]
+    scenarios = tree.values.get("scenarios")
+    for name, entry in scenarios.items() if isinstance(scenarios, dict) else ():
+        sections.append((entry.get("gate") if isinstance(entry, dict) else None, ("scenarios", name, "gate")))
+    for gate, where in sections:
+        place = tree.places.get((*where, "suite"))
+        if isinstance(gate, dict) and place is not None and place.file:
+            gate["suite"] = _beside(gate["suite"], file.parent)
+
+
+def _beside(suite: Any, folder: Path) -> Any:
+    """One entry or several, files as paths from here."""
+    if isinstance(suite, list):
+        return [_beside(item, folder) if isinstance(item, str) else item for item in suite]
+    return str(folder / suite) if isinstance(suite, str) and file_source(suite) else suite
 
 
 def _put(tree: Tree, where: Where, value: Any, place: Place) -> None:

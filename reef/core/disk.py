@@ -5,10 +5,23 @@ Knows: paths. Does not know: what is in a file, or when one is complete (that is
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
 from typing import IO
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BARRED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def advice(error: OSError) -> str:
+    """What a person does about a write that failed, to end a sentence with."""
+    if error.errno in _FULL:
+        return "free some disk space (or raise the quota) and try again"
+    if error.errno in _BARRED:
+        return "let the server's user write there (owner and rights) and try again"
+    return "check its disk space, its rights and the disk, and try again"
 
 
 def create(path: Path) -> IO[bytes]:

@@ -7,7 +7,8 @@
     ├── AuthError             no token, or an unknown one
     ├── RightError            the token lacks the right
     ├── MissingError          no such scenario, record, release or route
-    │   └── ModelError        no engine has a model of that name; the message lists the names there are
+    │   ├── ModelError        no engine has a model of that name; the message lists the names there are
+    │   └── PrunedError       a release whose large files were removed to bound the disk
     ├── ConflictError         same id with other content, or somebody else moved first
     │   └── StaleHead         compare-and-swap lost; `head` is the chain's present head
     ├── LimitError            too large, or too many
@@ -63,6 +64,10 @@ class MissingError(ReefError):
 
 class ModelError(MissingError):
     code = "model_not_found"
+
+
+class PrunedError(MissingError):
+    code = "release_pruned"
 
 
 class ConflictError(ReefError):

@@ -4,6 +4,7 @@ Record  one inference exchange          Report  feedback that quotes receipts
 Event   an entry of the append-only log Unit    one thing a recipe can learn from
 Batch   the units one step learns from  Candidate  a proposed new part, not served
 Evaluation  a verdict and its evidence  Release an entry of the chain
+Act     an entry of the journal of what was done to releases
 """
 
 from __future__ import annotations
@@ -197,6 +198,27 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What was asked to measure something. `money` is in the price table's currency; None: a price is not known."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0  # of waiting for answers, summed over the calls
+    money: float | None = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        money = None if self.money is None or other.money is None else self.money + other.money
+        return Cost(
+            self.calls + other.calls,
+            self.prompt_tokens + other.prompt_tokens,
+            self.output_tokens + other.output_tokens,
+            self.seconds + other.seconds,
+            money,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     policy: str
     verdict: Verdict
@@ -207,6 +229,8 @@ class Evaluation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     looks: int = 1
     seconds: float = 0.0
+    suite: str | None = None  # what it was measured on: the suite's name and digest; None: no suite
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +276,29 @@ class Release:
 
 Candidate = Release
 """A proposed release that is not served: a commit under its own ref, changing exactly one part of its base."""
+
+
+ActKind = Literal[
+    "release", "reject", "hold", "promote", "rollback", "pin", "unpin", "create", "archive", "restore",
+    "measure", "alarm", "push", "prune", "budget", "trouble",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """An entry of the journal: something that was done to a scenario's releases, by whom, and why.
+
+    `ref` is the release or candidate it concerns. The chain and the audit rows are the truth; the journal tells people.
+    """
+
+    seq: int
+    scenario: str
+    kind: ActKind
+    ref: str
+    actor: str
+    reason: str
+    at: float  # unix seconds
+    detail: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ class Look(Message, frozen=True):
 
 class Looked(Message, frozen=True):
     scenarios: dict[str, dict[str, Any]]
+    webhook: dict[str, Any] | None = None  # None: there is none
 
 
 # --- any --------------------------------------------------------------------------------------------------------------

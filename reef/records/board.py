@@ -84,6 +84,31 @@ class Board:
         sql = "UPDATE scenarios SET settings = ? WHERE name = ? AND archived_at IS NULL"
         self._update(sql, json.dumps(settings), name)
 
+    def swap_scenario(self, name: str, was: Mapping[str, Json], settings: Mapping[str, Json]) -> bool:
+        """Replace a scenario's settings if they still are `was`; they may be of a scenario that has no row yet."""
+        with self._troubles(), self._write():
+            row = self._db.execute("SELECT settings, archived_at FROM scenarios WHERE name = ?", (name,)).fetchone()
+            if row is not None and (row[1] is not None or json.loads(row[0]) != dict(was)):
+                return False
+            self._db.execute(
+                "INSERT INTO scenarios VALUES (?, ?, ?, NULL) ON CONFLICT (name) DO UPDATE"
+                " SET settings = excluded.settings",
+                (name, json.dumps(settings), time.time()),
+            )
+            self._changed()
+            return True
+
+    def names(self) -> list[str]:
+        """Every scenario that ever served anything, the archived ones too."""
+        with self._troubles():
+            return [name for (name,) in self._db.execute("SELECT scenario FROM serving ORDER BY scenario").fetchall()]
+
+    def archived(self, name: str) -> bool:
+        """Whether there is a scenario of this name that was archived."""
+        with self._troubles():
+            row = self._db.execute("SELECT archived_at FROM scenarios WHERE name = ?", (name,)).fetchone()
+        return row is not None and row[0] is not None
+
     def scenarios(self) -> dict[str, dict[str, Json]]:
         """Settings by name, in order of creation, without the archived ones."""
         query = "SELECT name, settings FROM scenarios WHERE archived_at IS NULL ORDER BY created_at, name"
@@ -93,6 +118,14 @@ class Board:
     def archive(self, name: str) -> None:
         """Hide a scenario; its records and chain stay. MissingError when there is none of that name."""
         self._update("UPDATE scenarios SET archived_at = ? WHERE name = ? AND archived_at IS NULL", time.time(), name)
+
+    def restore(self, name: str) -> None:
+        """Show an archived scenario again, with its settings. MissingError when none of that name is archived."""
+        with self._troubles(), self._write():
+            sql = "UPDATE scenarios SET archived_at = NULL WHERE name = ? AND archived_at IS NOT NULL"
+            if self._db.execute(sql, (name,)).rowcount == 0:
+                raise MissingError(f"no scenario {name!r} is archived", param="scenario")
+            self._changed()
 
     def probe(self) -> None:
         """Write and sync one unchanged row. StoreError when the store cannot be written now."""

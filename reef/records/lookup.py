@@ -53,6 +53,15 @@ class Group:
     last_at: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is known of a record without reading its bodies."""
+
+    release_id: str
+    session: str | None
+    purpose: Purpose
+
+
 class Lookup:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -77,6 +86,12 @@ class Lookup:
         """Those of these ids that are records or reports here."""
         query = "SELECT 1 FROM records WHERE id = ?1 UNION ALL SELECT 1 FROM reports WHERE id = ?1"
         return [name for name in ids if self._db.execute(query, (name,)).fetchone()]
+
+    def sources(self, ids: Sequence[str]) -> dict[str, Source]:
+        """Who answered each of these records, and for whom. Those that are not here are left out."""
+        query = "SELECT release_id, session, purpose FROM records WHERE id = ?"
+        rows = {name: self._db.execute(query, (name,)).fetchone() for name in ids}
+        return {name: Source(*row) for name, row in rows.items() if row is not None}
 
     def erased(self, ids: Sequence[str]) -> list[str]:
         """Those of these ids that were erased on request."""

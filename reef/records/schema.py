@@ -100,6 +100,28 @@ MIGRATIONS = (
     );
     INSERT INTO keeping VALUES (0, 0);
     """,
+    """
+    CREATE TABLE acts (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        scenario TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        ref TEXT NOT NULL,
+        actor TEXT NOT NULL,
+        reason TEXT NOT NULL,
+        at REAL NOT NULL,
+        detail TEXT NOT NULL,
+        mark TEXT UNIQUE                            -- the same mark is told once only; null: tell always
+    );
+    CREATE INDEX acts_scenario ON acts (scenario);
+    CREATE INDEX acts_ref ON acts (ref);
+    CREATE TABLE pins (
+        scenario TEXT PRIMARY KEY,
+        release_id TEXT NOT NULL,
+        actor TEXT NOT NULL,
+        reason TEXT NOT NULL,
+        at REAL NOT NULL
+    ) WITHOUT ROWID;
+    """,
 )
 
 FILLS = {1: fill.times_tags_and_scores}  # what a migration needs beside its script, by its place above

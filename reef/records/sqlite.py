@@ -20,7 +20,7 @@ import zstandard
 from reef.core.errors import ConflictError, InputError, StoreError
 from reef.core.nouns import Event, Record, Report
 from reef.records import Query, Stored, pages, schema
-from reef.records.lookup import Group, Lookup
+from reef.records.lookup import Group, Lookup, Source
 from reef.records.writer import Writer
 
 READERS = 2
@@ -83,6 +83,10 @@ class SqliteStore:
     async def known(self, ids: Sequence[str]) -> list[str]:
         """Those of these ids that are in the store."""
         return await self._read(lambda rows: rows.known(ids))
+
+    async def sources(self, ids: Sequence[str]) -> dict[str, Source]:
+        """Release, session and purpose of each of these records, by id; cheap, however large the records are."""
+        return await self._read(lambda lookup: lookup.sources(ids))
 
     async def events(self, scenario: str, after: int, limit: int) -> list[Event]:
         return await self._read(lambda lookup: lookup.events(scenario, after, limit))

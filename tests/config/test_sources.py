@@ -246,6 +246,62 @@ def test_scenarios_inherit(write):
 def test_a_suite_lies_beside_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("sub").mkdir()
-    Path("sub/r.yaml").write_text("gate: {policy: better, suite: s.jsonl}")
-    assert load(Path("sub/r.yaml"), environment={}).settings.gate.suite == "sub/s.jsonl"
-    assert load(Path("sub/r.yaml"), [("gate.suite", "x")], environment={}).settings.gate.suite == "x"
+    file = Path("sub/r.yaml")
+    file.write_text("gate: {policy: better, suite: s.jsonl}")
+    assert load(file, environment={}).settings.gate.suite == "sub/s.jsonl"
+    assert load(file, [("gate.suite", "x")], environment={}).settings.gate.suite == "x"
+    file.write_text(
+        "gate:\n  suite: [s.jsonl, traffic, failures, 'tasks.mine:give', /abs/t.jsonl]\n"
+        "scenarios:\n  a: {gate: {suite: ../up.jsonl}}\n  b: {gate: {suite: [traffic, b.jsonl]}}\n  c: {}\n"
+    )
+    settings = load(file, environment={}).settings
+    whole = ("sub/s.jsonl", "traffic", "failures", "tasks.mine:give", "/abs/t.jsonl")
+    assert settings.gate.suite == settings.scenario("c").gate.suite == whole
+    assert settings.scenario("a").gate.suite == "sub/../up.jsonl"
+    assert settings.scenario("b").gate.suite == ("traffic", "sub/b.jsonl")
+    for odd in ("{a: 1}", "[[a]]", "true"):
+        file.write_text(f"gate: {{suite: {odd}}}")
+        refused("sub/r.yaml:1: gate.suite", file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gate: {policy: floor}", "policy floor compares scores on a suite"),
+        ("gate: {suite: traffic, holdout: 0}", "r.yaml:1: gate: holdout is 0, and the suite is traffic"),
+        ("gate: {suite: [a, a]}", "suite names the same source twice"),
+        ("gate: {least: 20, tasks: 16}", "least is 20, more than the 16 tasks"),
+        ("gate: {holdout: 1}", "gate.holdout: input should be less than 1"),
+        ("gate:\n  tsaks: 1", "r.yaml:2: gate.tsaks is not a setting; did you mean gate.tasks?"),
+        ("gate: {repeats: 0}", "gate.repeats"),
+        ("gate: {money: -1}", "gate.money"),
+        ("gate: {alpha: 0.5}", "gate.alpha"),
+        (
+            "prices:\n  m: {promt: 1, output: 2}",
+            "r.yaml:2: prices.m.promt is not a setting; did you mean prices.m.prompt?",
+        ),
+        ("prices: {m: {prompt: 1}}", "r.yaml:1: prices.m needs output"),
+        ("prices: {m: {prompt: -1, output: 2}}", "prices.m.prompt"),
+        ("price: {}", "did you mean prices?"),
+        ("releases:\n  watch:\n    actoin: tell", "r.yaml:3: releases.watch.actoin is not a setting; did you mean"),
+        ("releases: {watch: {action: maybe}}", "releases.watch.action"),
+        ("scenarios: {a: {releases: {watch: {alfa: 1}}}}", "scenarios.a.releases.watch.alfa is not a setting; did you"),
+        (
+            "observability: {webhook: {url: ftp://h}}",
+            "observability.webhook.url: must be http://host/… or https://host/…",
+        ),
+        ("observability: {webhook: {url: 'https://'}}", "observability.webhook.url: must be http://host/…"),
+        ("observability: {webhook: {url: 'http://h:port/'}}", "observability.webhook.url: must be http://host/…"),
+        ("observability: {webhook: {url: 'http://me:canary@h'}}", "observability.webhook.url: must not hold"),
+        ("observability: {webhook: {url: 'http://h', kinds: [relaese]}}", "observability.webhook.kinds"),
+    ],
+)
+def test_errors_of_the_gate_and_what_follows_it(write, text, message):
+    refused(message, write(text + "\n"))
+
+
+def test_a_scenario_changes_one_key_of_the_watch(write):
+    file = write("releases: {watch: {reports: 50}}\nscenarios: {a: {releases: {watch: {action: off}}}, b: {}}")
+    settings = load(file, environment={}).settings
+    found = [settings.scenario(name).releases.watch for name in "ab"]
+    assert [(watch.action, watch.reports) for watch in found] == [("off", 50), ("rollback", 50)]
