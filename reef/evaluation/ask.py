@@ -1,28 +1,34 @@
 """Ask an engine questions as one release, many at once, and keep what was already answered.
 
-Knows: chat requests, how to read an answer with or without tokens, retries, and that equal parts give equal answers.
-Does not know: what an answer is worth, records, scenarios. Nothing asked here is stored or counted as experience.
+Knows: chat requests, how to read an answer with or without tokens, retries, what it cost, and that equal parts give
+equal answers. Does not know: what an answer is worth, records, scenarios. Nothing asked here is counted as experience.
 
 - Asks have priority 1: live traffic goes first.
 - A failure of the engine or the wire is retried twice and is then *missing*, never an empty answer; a request that this
   release makes impossible (its rules leave no room in the context) is the release's own failure, `impossible`.
-- Answers are kept by the content of the release's parts, so a published candidate needs no second asking.
+- Answers are kept in memory by the content of the release's parts, so a published candidate needs no second asking.
+- Every try is a call of the bill; what was kept costs nothing. What goes on at the same time asks `apart`, each with a
+  bill of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reef.core.errors import EngineError, InputError, LimitError, ReefError, UpstreamError, WireError
 from reef.core.ids import new_receipt
-from reef.core.nouns import Json, Release
+from reef.core.nouns import Cost, Json, Release, Usage
 from reef.engines import Answer, Ask, Engine, Head
 from reef.harness.tree import apply_rules
+
+if TYPE_CHECKING:
+    from reef.evaluation import Means, Price
 
 TRIES = 3
 PAUSE = 0.2  # seconds before the first retry; twice that before the second
@@ -62,6 +68,7 @@ class Reply:
     logprobs: tuple[float, ...] | None = None
     missing: str | None = None
     impossible: str | None = None
+    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +82,48 @@ class Side:
 
 class Asker:
     """Asks one engine. `renders` gives the rules text of a release (None: it has none); it may block, being run in a
-    thread. `model` is the name put into requests, for engines that need one."""
+    thread. `model` is the name put into requests, for engines that need one; `price` what they cost."""
 
     def __init__(
-        self, engine: Engine, renders: Callable[[Release], str | None] | None = None, model: str | None = None
+        self,
+        engine: Engine,
+        renders: Callable[[Release], str | None] | None = None,
+        model: str | None = None,
+        price: Price | None = None,
     ) -> None:
         self.engine = engine
+        self._unbilled = Cost()
+        self._price = price
         self._renders = renders
         self._model = model
         self._gate = asyncio.Semaphore(WIDTH)
         self._kept: OrderedDict[Any, Any] = OrderedDict()
+
+    @classmethod
+    def of(cls, means: Means) -> Asker:
+        return cls(means.engine, means.renders, means.model, means.price)
+
+    def apart(self) -> Asker:
+        """The same asker with a bill of its own: engine, width and what was answered are shared."""
+        other = Asker(self.engine, self._renders, self._model, self._price)
+        other._gate, other._kept = self._gate, self._kept
+        return other
+
+    def bill(self) -> Cost:
+        """What was spent since the last bill."""
+        bill, self._unbilled = self._unbilled, Cost()
+        return bill
 
     async def side(self, release: Release) -> Side:
         """A release as one to be asked. Its key is the content of its parts, so equal parts share their answers."""
         rules = None if self._renders is None else await asyncio.to_thread(self._renders, release)
         weights = release.parts.get("weights")
         files = sorted((name, digest) for name, (digest, _) in weights.files.items()) if weights else []
-        return Side(release.id, rules, json.dumps([files or release.id, rules]))
+        return Side(release.id, rules, json.dumps([files or release.id, rules, self._model]))
 
     async def replies(self, side: Side, questions: Sequence[Question]) -> list[Reply]:
         """One reply per question, in order."""
-        return list(await asyncio.gather(*(self._reply(side, question) for question in questions)))
+        return list(await asyncio.gather(*(self.reply(side, question) for question in questions)))
 
     async def rate(self, side: Side, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[float]]:
         """Log-probs of given tokens under one release (rules play no part). EngineError from an engine that cannot."""
@@ -107,7 +135,7 @@ class Asker:
         rated: list[list[float]] = self._kept[key]
         return rated
 
-    async def _reply(self, side: Side, question: Question) -> Reply:
+    async def reply(self, side: Side, question: Question) -> Reply:
         key = (side.key, question)
         if key in self._kept:
             self._kept.move_to_end(key)
@@ -129,6 +157,15 @@ class Asker:
         body |= {"temperature": question.temperature, "seed": question.seed}
         data = json.dumps(apply_rules(body, side.rules), ensure_ascii=False).encode("utf-8", "surrogatepass")
         ask = Ask(new_receipt(), side.release_id, "chat", data, stream=False, priority=1)
+        began, usage = time.monotonic(), None
+        try:
+            reply = await self._answer(ask)
+            usage = reply.usage
+            return reply
+        finally:
+            self._unbilled += cost(usage, time.monotonic() - began, self._price)
+
+    async def _answer(self, ask: Ask) -> Reply:
         status, parts, answer = 200, [], Answer()
         async for item in self.engine.answer(ask):
             if isinstance(item, Head):
@@ -145,6 +182,15 @@ class Asker:
         self._kept[key] = value
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
+
+
+def cost(usage: Usage | None, seconds: float, price: Price | None) -> Cost:
+    """Of one call. Without usage no tokens are known of, and nothing is charged for."""
+    usage = usage or Usage(0, 0)
+    money = None
+    if price is not None:
+        money = (usage.prompt_tokens * price.prompt + usage.completion_tokens * price.output) / 1e6
+    return Cost(1, usage.prompt_tokens, usage.completion_tokens, seconds, money)
 
 
 async def again(call: Callable[[], Coroutine[Any, Any, T] | Awaitable[T]]) -> T:
@@ -166,12 +212,26 @@ def _read(data: bytes, answer: Answer) -> Reply:
     """The first choice, from what the engine knows of it, else from the bytes a client would see."""
     if answer.choices:
         first = answer.choices[0]
-        return Reply(first.text, first.finish_reason, answer.prompt_ids, first.output_ids, first.logprobs)
+        usage = answer.usage
+        if usage is None and answer.prompt_ids is not None:
+            usage = Usage(len(answer.prompt_ids), len(first.output_ids or ()))
+        return Reply(first.text, first.finish_reason, answer.prompt_ids, first.output_ids, first.logprobs, usage=usage)
     try:
-        choice = json.loads(data)["choices"][0]
-        return Reply(_text(choice["message"].get("content")), choice.get("finish_reason"))
+        body = json.loads(data)
+        choice = body["choices"][0]
+        text = _text(choice["message"].get("content"))
+        return Reply(text, choice.get("finish_reason"), usage=answer.usage or _usage(body.get("usage")))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise EngineError("the engine's answer is not a chat completion") from None
+
+
+def _usage(given: Json) -> Usage | None:
+    if not isinstance(given, dict):
+        return None
+    prompt, output = given.get("prompt_tokens"), given.get("completion_tokens")
+    if not isinstance(prompt, int) or not isinstance(output, int):
+        return None
+    return Usage(max(0, prompt), max(0, output))
 
 
 def _text(content: Json) -> str:

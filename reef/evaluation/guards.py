@@ -16,6 +16,7 @@ Does not know: whether the candidate is *better*; what follows from a guard that
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -29,7 +30,7 @@ from typing import Any
 from reef.core.errors import ConfigError
 from reef.core.nouns import Guard, Record
 from reef.evaluation.ask import Question, Reply
-from reef.evaluation.suite import Task
+from reef.evaluation.suite import General
 
 ANSWER_TOKENS = 20
 LEAST_FIT = 0.1  # nats a token: below it, prompts cannot be told apart by their answers
@@ -56,14 +57,16 @@ class Limits:
     missing: float = 0.1  # share of asks that may fail before nothing is decided
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Limits:
-        """From the configuration's `gate.options`. ConfigError names what is unknown or not a number."""
+    def of(cls, options: Mapping[str, Any], others: Sequence[str] = ()) -> Limits:
+        """From the configuration's `gate.options`. ConfigError names what is unknown or not a number. `others` are the
+        policy's own options, which are read elsewhere."""
         known = {field.name: field.type for field in fields(cls)}
         for name, value in options.items():
             if name not in known:
-                raise ConfigError(
-                    f"unknown gate option {name!r}; known: {', '.join(known)}", param=f"gate.options.{name}"
-                )
+                names = (*others, *known)
+                close = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+                raise ConfigError(f"unknown gate option {name!r}; {hint}", param=f"gate.options.{name}")
             whole = known[name] == "int"
             kinds = int if whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < 0:
@@ -153,7 +156,7 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-def suite(tasks: Sequence[Task], ours: Sequence[Reply], base: Sequence[Reply], limits: Limits) -> Guard:
+def suite(tasks: Sequence[General], ours: Sequence[Reply], base: Sequence[Reply], limits: Limits) -> Guard:
     """Right answers among the general questions that the base gets right: what it knew must mostly still be known."""
     known = [(task, reply) for task, reply, before in zip(tasks, ours, base, strict=True) if task.right(before.text)]
     if not known:

@@ -1,44 +1,65 @@
 """The gate's policies: one class each, one method. A verdict comes with a reason a person understands.
 
-Knows: what to ask of a candidate and of the base, and how guards and suite results become a verdict.
-Does not know: how the candidate was made, what follows from the verdict, how often it will be asked again.
+Knows: what each policy claims, in which order things are asked, and how guards and claims become a verdict.
+Does not know: how guards and scores are measured (`check`, `trial`), the statistics (`claims`, `shield`), or how the
+candidate was made and what follows from the verdict.
 
-- `Always` accepts. `Guarded` accepts what holds every guard. `Better` also wants proof on a suite.
+- Guards come first and cost least: what they reject is not asked a suite. `Always` accepts unseen.
+- A policy with a suite asks chunks of tasks until each of its claims is decided, then what protected tasks need.
+- More than a tenth of the tasks missing or unjudged is undecided, never a release.
 - An engine that cannot answer now is an EngineError; a candidate the engine cannot load is rejected.
-- Every policy is made with the same keyword arguments, so that one is exchanged for another by its name.
+- Every policy is made with the same three arguments, so that one is exchanged for another by its name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
 
-from reef.core.errors import DigestError, EngineError
-from reef.core.nouns import Candidate, Evaluation, Guard, Record, Release, Verdict
-from reef.engines import Engine
-from reef.evaluation import guards as guard
-from reef.evaluation.ask import FAILURES, Asker, Question, Reply, Side, again
+from reef.core.errors import ConfigError
+from reef.core.load import load
+from reef.core.nouns import Candidate, Evaluation, Guard, Release, Verdict
+from reef.evaluation import POLICIES, Means, Options, Sizes
+from reef.evaluation.ask import Asker
+from reef.evaluation.book import Book, digest
+from reef.evaluation.budget import left, share
+from reef.evaluation.check import Check
+from reef.evaluation.claims import Above, Claim, Higher, Look, NoLower
+from reef.evaluation.evidence import differences, gain
 from reef.evaluation.guards import Limits
-from reef.evaluation.suite import GENERAL, Task, load_suite, mcnemar
+from reef.evaluation.shield import Shield
+from reef.evaluation.trial import Trial, exhausted
 
-DRIFT_PROMPTS = 8
-ALPHA = 0.05
+CHUNK = 16
+SPELLED = {"accept": "Accepted", "reject": "Rejected", "undecided": "Undecided"}
+REMEMBERED = 64  # looks whose tasks are remembered, so that the gain is measured on others
 
-Prompts = Callable[[], Awaitable[Sequence[Record]]]
-"""Recent records of the scenario, newest first; held-out ones when there are any."""
 
-Renders = Callable[[Release], str | None]
-"""The rules a release puts before each request. May block."""
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """How much better an accepted release is, measured after the decision: score points from -1 to 1, with a 95%
+    interval. `fresh`: on tasks that the decision did not see; else on the same ones with other seeds."""
+
+    mean: float
+    lower: float
+    upper: float
+    tasks: int
+    fresh: bool
 
 
 class Always:
     """Accepts every candidate unseen. For experiments, and for a person who decides elsewhere."""
 
-    def __init__(self, **_: Any) -> None:
+    name = "always"
+    fields: ClassVar[tuple[str, ...]] = ()
+    suited = False
+
+    def __init__(self, means: Means, sizes: Sizes, options: Options) -> None:
         pass
 
     async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
@@ -46,220 +67,235 @@ class Always:
             "always", "accept", "Accepted unseen: the policy is `always`.", candidate.id, incumbent.id, looks=look
         )
 
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        return []
+
+    def shields(self) -> list[Shield]:
+        return []
+
 
 class Guarded:
-    """Accepts a candidate that holds every guard; see `guards`.
+    """Accepts a candidate that holds every guard; see `guards`. `options` are fields of `guards.Limits`."""
 
-    `base_id` is the scenario's release with the untouched base weights (seq 0), `prompts` gives recent records,
-    `renders` a release's rules text, `model` a model name for engines that need one, `options` fields of `Limits`.
-    """
+    name = "guarded"
+    fields: ClassVar[tuple[str, ...]] = ()  # of `options` that are the policy's own
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        base_id: str,
-        prompts: Prompts | None = None,
-        renders: Renders | None = None,
-        model: str | None = None,
-        suite: Path | str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.limits = Limits.of(options or {})
-        self._ask = Asker(engine, renders, model)
-        self._prompts = prompts
-        self._base = Side(base_id, None, f"base {base_id}")
-        self._usual: float | None = None  # how well the base's own answers fit live prompts, once measured
+    def __init__(self, means: Means, sizes: Sizes, options: Options) -> None:
+        own = {name: value for name, value in options.items() if name in self.fields}
+        self.limits = Limits.of({name: value for name, value in options.items() if name not in own}, self.fields)
+        self.sizes = sizes
+        self.means = replace(means, book=means.book or Book.memory())
+        self._ask = Asker.of(means)
+        self._check = Check(means, self._ask, self.limits)
+        self._used: dict[str, frozenset[str]] = {}  # the tasks that a candidate's look asked
+        self.configure(own)
+        if self.suited and means.suite is None:
+            raise ConfigError(
+                f"the gate policy {self.name} compares scores on a suite; set gate.suite, or use policy: guarded",
+                param="gate.suite",
+            )
+
+    def configure(self, options: Options) -> None:
+        """Read the policy's own options. ConfigError says what is wrong with them."""
+
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        """What must be shown on the suite, each with this chance of being wrong."""
+        return []
+
+    def shields(self) -> list[Shield]:
+        return []
+
+    @property
+    def suited(self) -> bool:
+        """Whether it measures on a suite."""
+        return bool(self.claims(0.01, 1) or self.shields())
 
     async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
-        began = time.monotonic()
-        found = await self._guard(candidate, incumbent)
-        verdict, reason = _judge(found)
-        return _evaluation("guarded", verdict, reason, candidate, incumbent, found, look, began)
-
-    async def _guard(self, candidate: Candidate, incumbent: Release) -> list[Guard]:
-        """Every guard, in the order a person wants to read them; the first that fails is the reason."""
-        ask, limits, base = self._ask, self.limits, self._base
-        if (broken := await self._load(candidate)) is not None:
-            return [broken]
-        same_weights = _weights(candidate) == _weights(incumbent)
-        side = await ask.side(candidate)
-        live = guard.sampled(await self._prompts() if self._prompts else (), limits.live)
-        general = [task.question for task in GENERAL]
-        drifting = [
-            replace(question, temperature=1.0, seed=seed) for seed, question in enumerate(general[:DRIFT_PROMPTS])
-        ]
-        ours, before, said, lived = await asyncio.gather(
-            ask.replies(side, general),
-            ask.replies(base, general),
-            ask.replies(base, drifting),
-            ask.replies(side, [question for question, _ in live]),
+        began, book = time.monotonic(), cast(Book, self.means.book)
+        if why := exhausted(self.means, self.sizes):
+            return Evaluation(self.name, "undecided", f"Undecided: {why}.", candidate.id, incumbent.id, looks=look)
+        guards = await self._check.all(candidate, incumbent)
+        cost = self._ask.bill()
+        book.charge(self.means.scenario, cost)
+        verdict, reason = _judge(guards)
+        metrics = {one.name: one.value for one in guards if one.value is not None}
+        name = None
+        if verdict == "accept" and self.suited:
+            trial = await Trial.open(self.means, candidate, incumbent, sizes=self.sizes, asker=self._ask)
+            turn = book.turn(self.means.scenario, trial.key)
+            budget = book.budget(self.means.scenario)
+            verdict, words, measured = await self._measure(trial, self.sizes.alpha * budget * share(turn))
+            reason = f"{SPELLED[verdict]}: {words}{_aside(trial, turn)}."
+            metrics |= measured | {"turn": turn}
+            cost, name = cost + trial.cost, trial.draw.name
+            self._used[trial.key] = frozenset(result.id for result in trial.results)
+            while len(self._used) > REMEMBERED:
+                del self._used[next(iter(self._used))]
+            if verdict == "accept":
+                book.won(self.means.scenario, trial.key, left(budget, turn))
+        seconds = time.monotonic() - began
+        return Evaluation(
+            self.name, verdict, reason, candidate.id, incumbent.id, tuple(guards), metrics, look, seconds, name, cost
         )
-        guards = [await self._answered(before, [*ours, *lived])]
-        if (guards[0].value or 0.0) > limits.missing:
-            return guards
-        rated, shifts = await self._shift(side, said, lived, [question for question, _ in live], same_weights)
-        guards.append(guard.finite([*(reply.logprobs or () for reply in [*ours, *lived]), *rated]))
-        kept = [(a, b) for a, b in zip(ours, before, strict=True) if not a.missing and not b.missing]
-        guards += guard.shape([a.text for a, _ in kept], [b.text for _, b in kept], limits, live=False)
-        heard = [(reply.text, answer) for reply, (_, answer) in zip(lived, live, strict=True) if not reply.missing]
-        if len(heard) >= limits.least:
-            guards += guard.shape([text for text, _ in heard], [answer for _, answer in heard], limits, live=True)
-        else:
-            guards.append(guard.missing("live_shape", None, f"only {len(heard)} recent live prompts to ask"))
-        known = [row for row in zip(GENERAL, ours, before, strict=True) if not row[1].missing and not row[2].missing]
-        guards.append(guard.suite([t for t, _, _ in known], [a for _, a, _ in known], [b for _, _, b in known], limits))
-        return guards + shifts
 
-    async def _load(self, candidate: Candidate) -> Guard | None:
-        """None when the engine holds the candidate; a failed guard when it never will."""
-        try:
-            await again(lambda: self._ask.engine.load(candidate.id))
-        except (EngineError, DigestError) as error:
-            if not await self._ask.engine.ready():
-                raise EngineError(f"the engine is not ready ({error.message}); the candidate waits") from error
-            return Guard("loads", False, 0.0, 1.0, f"the engine cannot load the candidate: {error.message}")
+    async def remeasure(self, release: Release, before: Release) -> Gain | None:
+        """How much an accepted release gained over the one before it. What was measured for the decision is too good:
+        it was accepted because it looked good (the winner's curse). None: there are too few tasks, or no suite."""
+        if not self.suited:
+            return None
+        sizes = replace(self.sizes, repeats=1)
+        used = self._used.get(digest((await self._ask.side(release)).key), frozenset())
+        for avoid in (used, frozenset[str]()):
+            trial = await Trial.open(
+                self.means, release, before, sizes=sizes, asker=self._ask, measure=True, avoid=avoid
+            )
+            if len(trial.tasks) < self.sizes.least:
+                continue
+            while await trial.more(CHUNK):
+                pass
+            found = differences(trial.rows)
+            if len(found) < max(2, self.sizes.least):
+                return None
+            return Gain(*gain(found), tasks=len(found), fresh=bool(avoid))
         return None
 
-    async def _answered(self, before: Sequence[Reply], ours: Sequence[Reply]) -> Guard:
-        """The share of the candidate's asks that failed. When every one did, the base is asked once more, to know whose
-        failure it is. EngineError when the engine does not answer for the base either.
-        """
-        limit = self.limits.missing
-        lost = [reply.missing for reply in ours if reply.missing]
-        base_lost = [reply.missing for reply in before if reply.missing]
-        note = f"{len(lost)} of {len(ours)} answers are missing" + (f" ({lost[0]})" if lost else "")
-        if len(lost) == len(ours) and not base_lost:  # the base's answers may be old ones: ask anew
-            fresh = replace(GENERAL[0].question, seed=time.monotonic_ns() % 2**31)
-            [control] = await self._ask.replies(self._base, [fresh])
-            base_lost = [control.missing] if control.missing else []
-            if not base_lost:
-                return Guard(
-                    "answered", False, 1.0, limit, f"the engine answers the base but never the candidate: {note}"
-                )
-        if len(base_lost) > limit * len(before) or (base_lost and len(lost) == len(ours)):
-            raise EngineError(f"the engine cannot answer now ({base_lost[0]}); the candidate waits")
-        return Guard("answered", True, len(lost) / len(ours), limit, note)
+    async def _measure(self, trial: Trial, limit: float) -> tuple[Verdict, str, dict[str, float]]:
+        """(verdict, why, figures) of a look: its claims on the suite, then its protected tasks. `limit`: the chance of
+        being wrong that the claims may have."""
+        look = Look(self.claims(limit, len(trial.tasks)), self.sizes.least)
+        verdict, words = await self._claim(trial, look) if look.claims else ("accept", "")
+        figures = {name: value for one in look.findings for name, value in one.metrics.items()}
+        for shield in self.shields():
+            if verdict != "accept":
+                break
+            found = await shield.look(trial)
+            verdict = cast(Verdict, found.verdict)
+            words = "; ".join(filter(None, [words, found.words])) if verdict == "accept" else found.words
+            figures |= found.metrics
+        return verdict, words, figures | _figures(trial)
 
-    async def _shift(
-        self,
-        side: Side,
-        said: Sequence[Reply],
-        lived: Sequence[Reply],
-        live: Sequence[Question],
-        same_weights: bool,
-    ) -> tuple[list[list[float]], list[Guard]]:
-        """How far the weights moved, and the log-probs that say so; missing when no rating can be had or would be idle.
-
-        `said` are the base's answers to fixed prompts, `lived` the candidate's to the `live` ones.
-        """
-        limits, rate = self.limits, self._ask.rate
-        said = [reply for reply in said if _has_tokens(reply)]
-        lived = [reply for reply in lived if _has_tokens(reply)]
-        why = "the weights are the incumbent's" if same_weights else None if said else "the engine gives no tokens"
-        if why is None:
-            try:
-                ours, theirs, own, others = await asyncio.gather(
-                    rate(side, *_sequences(said)),
-                    rate(self._base, *_sequences(said)),
-                    rate(self._base, *_sequences(lived)),
-                    rate(self._base, *_sequences(_turned(lived))),
-                )
-                usual = await self._fit(live) if len(lived) >= limits.least else None
-            except FAILURES as error:
-                why = f"the engine cannot rate tokens ({error.message})"
-        if why is not None:
-            named = {"drift": limits.drift, "surprise": limits.surprise, "relevance": limits.relevance}
-            return [], [guard.missing(name, limit, why) for name, limit in named.items()]
-        mine = [list(reply.logprobs or ()) for reply in lived]
-        return ours, [
-            guard.drift(ours, theirs, limits),
-            guard.surprise(mine, own, limits),
-            guard.relevance([reply.text for reply in lived], own, others, usual, limits),
-        ]
-
-    async def _fit(self, live: Sequence[Question]) -> float | None:
-        """How well the base's own answers fit the scenario's prompts. Measured once: it is the yardstick."""
-        if self._usual is None:
-            answers = [reply for reply in await self._ask.replies(self._base, live) if _has_tokens(reply)]
-            if len(answers) >= self.limits.least:
-                own, others = await asyncio.gather(
-                    self._ask.rate(self._base, *_sequences(answers)),
-                    self._ask.rate(self._base, *_sequences(_turned(answers))),
-                )
-                self._usual = guard.fit(own, others)
-        return self._usual
+    async def _claim(self, trial: Trial, look: Look) -> tuple[Verdict, str]:
+        """Chunks of tasks until the look is decided."""
+        planned, taken = len(trial.tasks), 0
+        if planned < look.needs:
+            return "undecided", f"not enough evidence: {planned} tasks can never show it, {look.needs} are needed"
+        while True:
+            more = await trial.more(CHUNK)
+            final = not more or len(trial.results) >= planned
+            rows = trial.rows[taken:]
+            taken += len(rows)
+            verdict = await asyncio.to_thread(look.take, rows, final=final)
+            lost, limit = trial.missing + trial.unjudged, self.limits.missing
+            if lost > limit * (len(trial.results) if final else planned):
+                return "undecided", _lost(trial)
+            if verdict is not None and lost <= limit * len(trial.results):
+                capped = trial.capped if verdict == "undecided" else ""
+                return verdict, "; ".join(filter(None, [_rates(trial), look.words(verdict), capped]))
 
 
 class Better(Guarded):
-    """Accepts a candidate that holds every guard and beats the incumbent on a suite, paired per task with equal seeds.
+    """Accepts a candidate that scores higher than the incumbent on the suite, beyond chance."""
 
-    Exact McNemar test, one-sided, p <= 0.05; anything less is undecided. What the engine failed to answer for either
-    side (after two retries) is missing with its pair; more than a tenth missing is undecided.
-    """
+    name = "better"
 
-    def __init__(self, *, engine: Engine, base_id: str, suite: Path | str | None = None, **rest: Any) -> None:
-        super().__init__(engine=engine, base_id=base_id, **rest)
-        self._tasks = load_suite(suite)
-
-    async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
-        began = time.monotonic()
-        found = await self._guard(candidate, incumbent)
-        verdict, reason = _judge(found)
-        metrics: dict[str, float] = {}
-        if verdict == "accept":
-            verdict, reason, metrics = await self._compare(candidate, incumbent)
-        return _evaluation("better", verdict, reason, candidate, incumbent, found, look, began, metrics)
-
-    async def _compare(self, candidate: Candidate, incumbent: Release) -> tuple[Verdict, str, dict[str, float]]:
-        ours, theirs = await asyncio.gather(self._ask.side(candidate), self._ask.side(incumbent))
-        questions = [task.question for task in self._tasks]
-        new, old = await asyncio.gather(self._ask.replies(ours, questions), self._ask.replies(theirs, questions))
-        pairs = [
-            (_score(task, a), _score(task, b))
-            for task, a, b in zip(self._tasks, new, old, strict=True)
-            if not a.missing and not b.missing
-        ]
-        total, lost = len(self._tasks), len(self._tasks) - len(pairs)
-        wins, losses = sum(a > b for a, b in pairs), sum(a < b for a, b in pairs)
-        p = mcnemar(wins, losses)
-        metrics = {"tasks": total, "missing": lost, "wins": wins, "losses": losses, "p": p}
-        if pairs:
-            metrics |= {"candidate": sum(a for a, _ in pairs) / len(pairs)}
-            metrics |= {"incumbent": sum(b for _, b in pairs) / len(pairs)}
-        if lost > self.limits.missing * total:
-            return "undecided", f"Undecided: {lost} of {total} pairs are missing; the engine failed on them.", metrics
-        counted = f"{wins} tasks won, {losses} lost, {len(pairs) - wins - losses} equal (p {p:.3f}, limit {ALPHA})"
-        if p <= ALPHA:
-            return "accept", f"Accepted: better on the suite, {counted}.", metrics
-        return "undecided", f"Undecided: not enough evidence on the suite, {counted}.", metrics
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        return [Higher(limit, planned)]
 
 
-def _weights(release: Release) -> Any:
-    part = release.parts.get("weights")
-    return None if part is None else (part.kind, dict(part.files))
+class NoWorse(Guarded):
+    """Accepts a candidate that scores less than `margin` (0.05) below the incumbent, beyond chance."""
+
+    name = "no_worse"
+    fields = ("margin",)
+
+    def configure(self, options: Options) -> None:
+        self.margin = _between(options, "margin", 0.05)
+
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        return [NoLower(limit, planned, self.margin)]
 
 
-def _turned(replies: Sequence[Reply]) -> list[Reply]:
-    """Each answer after the prompt of the next one."""
-    after = [*replies[1:], *replies[:1]]
-    return [replace(reply, prompt_ids=other.prompt_ids) for reply, other in zip(replies, after, strict=True)]
+class Floor(Guarded):
+    """Accepts a candidate whose own mean score is above `at`, beyond chance. The incumbent's scores play no part."""
+
+    name = "floor"
+    fields = ("at",)
+
+    def configure(self, options: Options) -> None:
+        self.at = _between(options, "at", None)
+
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        return [Above(limit, planned, self.at)]
 
 
-def _has_tokens(reply: Reply) -> bool:
-    ids, logprobs = reply.output_ids or (), reply.logprobs or ()
-    return bool(reply.prompt_ids) and len(ids) > 0 and len(ids) == len(logprobs)
+class Protected(Guarded):
+    """Accepts a candidate under which no protected task goes from pass to fail. `tasks` are ids of more such tasks."""
+
+    name = "protected"
+    fields = ("tasks",)
+
+    def configure(self, options: Options) -> None:
+        names = options.get("tasks", ())
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
+            raise ConfigError("gate option tasks must be a list of task ids", param="gate.options.tasks")
+        self.shield = Shield(names)
+
+    def shields(self) -> list[Shield]:
+        return [self.shield]
 
 
-def _sequences(replies: Sequence[Reply]) -> tuple[list[list[int]], list[int]]:
-    """Prompt and output tokens, and where each output starts."""
-    whole = [[*(reply.prompt_ids or ()), *(reply.output_ids or ())] for reply in replies]
-    return whole, [len(reply.prompt_ids or ()) for reply in replies]
+class AllOf(Guarded):
+    """Accepts what each of `policies` accepts, over one set of guards and one look: names, or a mapping with `policy`
+    and that policy's options. Claims share the rows; protected tasks, which may need more answers, come last."""
+
+    name = "all_of"
+    fields = ("policies",)
+
+    def configure(self, options: Options) -> None:
+        listed = options.get("policies")
+        if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
+            raise ConfigError("policy all_of needs options.policies, a list of policies", param="gate.options.policies")
+        self.parts = [self._part(one) for one in listed]
+
+    def _part(self, given: object) -> Always | Guarded:
+        options = {"policy": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
+        name = options.pop("policy", None)
+        if isinstance(name, str) and name not in POLICIES and ":" not in name:
+            close = difflib.get_close_matches(name, POLICIES, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(POLICIES)}"
+            raise ConfigError(f"options.policies: there is no policy {name!r}; {hint}", param="gate.options.policies")
+        made_of = load(POLICIES.get(name, name), what="policy") if isinstance(name, str) else None
+        if not (isinstance(made_of, type) and issubclass(made_of, Always | Guarded)):
+            raise ConfigError(
+                f"options.policies: {given!r} is no policy; use one of {', '.join(POLICIES)}, or a mapping with policy",
+                param="gate.options.policies",
+            )
+        if strange := sorted(set(options) - set(made_of.fields)):
+            raise ConfigError(
+                f"options.policies: {name} has no option {strange[0]!r}; guard limits stand beside policies",
+                param="gate.options.policies",
+            )
+        return made_of(self.means, self.sizes, options)
+
+    def claims(self, limit: float, planned: int) -> list[Claim]:
+        return [claim for part in self.parts for claim in part.claims(limit, planned)]
+
+    def shields(self) -> list[Shield]:
+        return [shield for part in self.parts for shield in part.shields()]
 
 
-def _score(task: Task, reply: Reply) -> int:
-    """1 or 0. A request this release made impossible is its worst score, not a missing one."""
-    return 0 if reply.impossible else int(task.right(reply.text))
+# --- words and figures ------------------------------------------------------------------------------------------------
+
+
+def _between(options: Options, name: str, default: float | None) -> float:
+    value = options.get(name, default)
+    if value is None and name not in options:
+        raise ConfigError(
+            f"gate option {name} is missing: a number between 0 and 1, under gate.options", param=f"gate.options.{name}"
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+        raise ConfigError(f"gate option {name} must be a number between 0 and 1", param=f"gate.options.{name}")
+    return float(value)
 
 
 def _judge(guards: Sequence[Guard]) -> tuple[Verdict, str]:
@@ -281,17 +317,40 @@ def _judge(guards: Sequence[Guard]) -> tuple[Verdict, str]:
     return "accept", f"Accepted: all {len(guards) - len(unmeasured)} guards hold{aside}."
 
 
-def _evaluation(
-    policy: str,
-    verdict: Verdict,
-    reason: str,
-    candidate: Candidate,
-    incumbent: Release,
-    guards: Sequence[Guard],
-    look: int,
-    began: float,
-    metrics: Mapping[str, float] | None = None,
-) -> Evaluation:
-    measured = {one.name: one.value for one in guards if one.value is not None} | dict(metrics or {})
-    seconds = time.monotonic() - began
-    return Evaluation(policy, verdict, reason, candidate.id, incumbent.id, tuple(guards), measured, look, seconds)
+def _means(trial: Trial) -> tuple[float, float]:
+    """Mean scores of candidate and incumbent."""
+    rows = trial.rows
+    ours = math.fsum(ours for ours, _ in rows) / len(rows)
+    return ours, ours - math.fsum(differences(rows)) / len(rows)
+
+
+def _rates(trial: Trial) -> str:
+    if not trial.rows:
+        return ""
+    ours, theirs = _means(trial)
+    return f"it scores {ours:.2f}, the incumbent {theirs:.2f} on {len(trial.rows)} tasks"
+
+
+def _figures(trial: Trial) -> dict[str, float]:
+    figures: dict[str, float] = {"tasks": len(trial.results), "missing": trial.missing, "unjudged": trial.unjudged}
+    figures["impossible"] = trial.candidate_failures
+    if trial.rows:
+        figures["candidate"], figures["incumbent"] = _means(trial)
+    return figures
+
+
+def _lost(trial: Trial) -> str:
+    what = {"missing": trial.missing, "not judged": trial.unjudged}
+    counts = " and ".join(f"{count} {name}" for name, count in what.items() if count)
+    why = next(one.missing or one.unjudged for one in trial.results if one.missing or one.unjudged)
+    return f"of {len(trial.results)} tasks {counts} ({why})"
+
+
+def _aside(trial: Trial, turn: int) -> str:
+    """In brackets behind a verdict: what the error budget counts, and what to know of the suite."""
+    told = ["the first candidate since the last release" if turn == 1 else f"candidate {turn} since the last release"]
+    if trial.candidate_failures:
+        told.append(f"it makes {trial.candidate_failures} requests impossible, which score 0")
+    if trial.draw.warning:
+        told.append(trial.draw.warning.rstrip("."))
+    return f" ({'; '.join(told)})"

@@ -6,6 +6,7 @@ Does not know: what is done with a unit; `settled` tells it what already was.
 - The first report with a signal on a unit wins, by its place in the log; every later one is a duplicate.
 - A report on a record that is still open waits until it closes, in order.
 - `low` is the place up to which everything is settled. A new pool that starts there finds the same units again.
+- What is held out (see `holdout`) is dropped before it is ready.
 - What can never train stays in `dropped` until `acknowledge`, so that a failed write of it is made again.
 """
 
@@ -16,6 +17,7 @@ from typing import Final
 
 from reef.core.errors import MissingError
 from reef.core.nouns import Event, PartName, Record, Report, Unit
+from reef.experience.holdout import Holdout
 from reef.experience.units import Drop, Signal, join
 from reef.records import RecordStore
 
@@ -27,7 +29,13 @@ Settled = Callable[[str], str | None]
 
 class Pool:
     def __init__(
-        self, scenario: str, part: PartName, signals: Collection[Signal], settled: Settled, cursor: int = 0
+        self,
+        scenario: str,
+        part: PartName,
+        signals: Collection[Signal],
+        settled: Settled,
+        cursor: int = 0,
+        holdout: Holdout | None = None,
     ) -> None:
         self.scenario = scenario
         self.part = part
@@ -35,6 +43,7 @@ class Pool:
         self.ready: dict[str, Unit] = {}
         self._signals = signals
         self._settled = settled
+        self._holdout = holdout
         self.dropped: list[Drop] = []
         self._lost: dict[str, str] = {}  # unit to report, of `dropped` without the duplicates
         self._waiting: dict[str, list[tuple[int, Report]]] = {}
@@ -97,10 +106,14 @@ class Pool:
             self.ready.pop(name, None)
 
     def units(self) -> list[Unit]:
-        """The ready units, in the order of their reports."""
+        """The ready units, in the order of their reports. What came to be held out since it was read is dropped."""
+        if self._holdout is not None and self._holdout.also is not None:
+            late = [unit for unit in self.ready.values() if self._holdout.holds(unit.record)]
+            self.drop([Drop(unit.id, unit.report.id, "held out") for unit in late])
         return sorted(self.ready.values(), key=lambda unit: (unit.seq, unit.id))
 
     def _join(self, record: Record) -> None:
+        held = self._holdout is not None and record.purpose == "live" and self._holdout.holds(record)
         for seq, report in self._waiting.pop(record.id, []):
             for made in join(seq, report, record, self.part, self._signals):
                 name = made.unit if isinstance(made, Drop) else made.id
@@ -109,6 +122,8 @@ class Pool:
                     continue  # read before a restart, and settled then
                 if winner is not None:
                     self.drop([Drop(name, report.id, "duplicate")])
+                elif held:
+                    self.drop([Drop(name, report.id, "held out")])
                 elif isinstance(made, Drop):
                     self.drop([made])
                 else:

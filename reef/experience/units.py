@@ -19,7 +19,7 @@ from typing import Literal
 from reef.core.nouns import Choice, PartName, Record, Report, Sample, Unit
 
 Signal = Literal["score", "feedback", "demonstration", "metrics"]
-Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice"]
+Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice", "held out"]
 
 SIGNALS: dict[PartName, frozenset[Signal]] = {"weights": frozenset({"score"}), "harness": frozenset({"feedback"})}
 """What makes a report worth a unit, unless the recipe names its own `signals`: any one of these is enough."""

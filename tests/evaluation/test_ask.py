@@ -4,8 +4,10 @@ import json
 import pytest
 
 from reef.core.errors import EngineError, WireError
+from reef.core.nouns import Cost
 from reef.engines import Answer, Head, Piece
 from reef.engines.fake import FakeEngine, Fault
+from reef.evaluation import Price
 from reef.evaluation import ask as module
 from reef.evaluation.ask import Asker, Question, again
 
@@ -164,3 +166,40 @@ async def test_no_more_than_sixteen_at_once(engine, release):
     asker = Asker(Counting())
     await asker.replies(await asker.side(release("r")), [Question.of(str(number)) for number in range(40)])
     assert most == module.WIDTH
+
+
+async def test_every_try_is_a_call_and_what_is_kept_costs_nothing(engine, release):
+    asker = Asker(engine, price=Price(1e6, 2e6))
+    side = await asker.side(release("r"))
+    engine.says["r"] = lambda question: "one two three"
+    engine.faults.append(Fault("refuse"))
+    await asker.replies(side, [HELLO, HELLO])
+    bill = asker.bill()
+    assert (bill.calls, bill.prompt_tokens, bill.output_tokens, bill.money) == (3, 2, 6, 2 + 2 * 6)
+    await asker.replies(side, [HELLO])
+    assert asker.bill() == Cost()
+    assert bill.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("usage", "counted"),
+    [
+        ({"prompt_tokens": 5, "completion_tokens": 2}, (5, 2)),
+        ({"prompt_tokens": 5}, (0, 0)),
+        ({"prompt_tokens": "5", "completion_tokens": 2}, (0, 0)),
+        ({"prompt_tokens": -5, "completion_tokens": 2}, (0, 2)),
+        ([], (0, 0)),
+    ],
+)
+async def test_usage_is_read_from_the_answers_bytes(release, usage, counted):
+    data = json.dumps({"choices": [{"message": {"content": "hi"}}], "usage": usage}).encode()
+    asker = Asker(Bytes(data))
+    await asker.replies(await asker.side(release("r")), [HELLO])
+    bill = asker.bill()
+    assert (bill.prompt_tokens, bill.output_tokens) == counted
+    assert bill.money is None, "without a price it is not known"
+
+
+async def test_the_models_name_is_part_of_what_a_side_is(engine, release):
+    one, two = [await Asker(engine, model=name).side(release("r")) for name in ("a", "b")]
+    assert one.key != two.key

@@ -14,6 +14,7 @@ import pytest
 
 from reef.engines.local.client import LocalEngine
 from reef.engines.local.folder import prepare
+from reef.evaluation import Means, Sizes
 from reef.evaluation.guards import Limits
 from reef.evaluation.policies import Guarded
 
@@ -139,7 +140,7 @@ async def test_the_gate_tells_an_honest_model_from_the_measured_failures(address
             if await engine.ready():
                 break
             time.sleep(0.5)
-        gate = Guarded(engine=engine, base_id="base", prompts=prompts)
+        gate = Guarded(Means("s", engine, "base", prompts=prompts), Sizes(), {})
         found = {arm: await gate.evaluate(release(arm, arm), release("base"), 1) for arm in ["base", *ARMS]}
     finally:
         await engine.close()

@@ -9,8 +9,8 @@ import pytest
 from reef.core.errors import ConfigError, EngineError
 from reef.core.load import load
 from reef.engines.fake import FakeEngine, Fault
-from reef.evaluation import POLICIES
-from reef.evaluation.policies import Always, Better, Guarded
+from reef.evaluation import POLICIES, Means, Sizes, check
+from reef.evaluation.policies import Always, Guarded
 
 
 @pytest.fixture
@@ -21,13 +21,16 @@ def gate(engine, records):
         async def prompts():
             return records
 
-        return policy(**({"engine": engine, "base_id": "base", "prompts": prompts} | rest))
+        options, sizes = rest.pop("options", {}), rest.pop("sizes", Sizes())
+        return policy(
+            Means(**({"scenario": "s", "engine": engine, "base_id": "base", "prompts": prompts} | rest)), sizes, options
+        )
 
     return make
 
 
 def test_policies_load_by_name():
-    assert [load(path) for path in POLICIES.values()] == [Always, Guarded, Better]
+    assert [load(path).name for path in POLICIES.values()] == list(POLICIES)
 
 
 async def test_always_accepts_unseen(engine, release, gate):
@@ -113,7 +116,8 @@ async def test_a_harness_candidate_is_asked_with_its_rules(engine, release, gate
 
 async def test_rules_that_leave_no_room_for_a_question_are_rejected(release, records):
     engine = FakeEngine(context=100)
-    guarded = Guarded(engine=engine, base_id="base", renders=lambda one: "word " * 200 if one.id == "c" else None)
+    renders = lambda one: "word " * 200 if one.id == "c" else None  # noqa: E731
+    guarded = Guarded(Means("s", engine, "base", renders=renders), Sizes(), {})
     found = await guarded.evaluate(release("c", rules="h"), release("i"), 1)
     assert found.verdict == "reject"
     assert "empty" in found.reason
@@ -128,9 +132,8 @@ async def test_drift_is_missing_not_zero_where_the_engine_cannot_rate(release, g
     async def prompts():
         return records
 
-    found = await Guarded(engine=Plain(tokens=tokens), base_id="base", prompts=prompts).evaluate(
-        release("c", "w1"), release("i"), 1
-    )
+    guarded = Guarded(Means("s", Plain(tokens=tokens), "base", prompts=prompts), Sizes(), {})
+    found = await guarded.evaluate(release("c", "w1"), release("i"), 1)
     drift = next(guard for guard in found.guards if guard.name == "drift")
     assert (found.verdict, drift.value, drift.passed) == ("accept", None, True)
     assert "not measured" in drift.note
@@ -200,16 +203,16 @@ async def test_values_that_are_not_numbers_are_rejected(release, gate):
     json.dumps(found.metrics, allow_nan=False)
 
 
-async def test_a_candidate_the_engine_cannot_load_is_rejected_and_a_sleeping_engine_is_not_its_fault(
-    engine, release, gate
-):
+async def test_a_candidate_the_engine_cannot_load_is_its_own_fault_and_a_sleeping_engine_is_not(engine):
+    assert await check.load(engine, "whole") is None
+    assert engine.loaded == ["whole"]
     engine.broken.add("c")
-    found = await gate().evaluate(release("c", "w1"), release("i"), 1)
-    assert found.verdict == "reject"
-    assert "cannot load the candidate" in found.reason
+    found = await check.load(engine, "c")
+    assert (found.name, found.passed) == ("loads", False)
+    assert found.note == "the engine cannot load the candidate: release c cannot be loaded"
     engine.is_ready = False
     with pytest.raises(EngineError, match="not ready"):
-        await gate().evaluate(release("c", "w1"), release("i"), 1)
+        await check.load(engine, "c")
 
 
 async def test_weights_the_engine_cannot_run_are_rejected_and_a_dead_engine_is_an_error(release, gate):
@@ -272,77 +275,6 @@ async def test_everything_is_asked_at_once(release, gate):
     slow = FakeEngine(reply=lambda release_id, body: body["messages"][-1]["content"], delay=0.002)
     await gate(engine=slow).evaluate(release("c", "w1"), release("i"), 1)
     assert time.monotonic() - began < 1.5
-
-
-# --- better -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def sums(tmp_path):
-    lines = [{"prompt": f"{n}+{n}?", "scorer": "number", "answer": 2 * n} for n in range(12)]
-    path = tmp_path / "suite.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
-
-
-def adds(engine, right):
-    """Answers the first `right` sums, and everything else well."""
-
-    def says(question):
-        if question.endswith("?") and "+" in question:
-            number = int(question.split("+")[0])
-            return f"It is {2 * number if number < right else 99}"
-        return engine.good(question)
-
-    return says
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "verdict", "words"),
-    [
-        (0, 12, "accept", "12 tasks won, 0 lost, 0 equal (p 0.000"),
-        (0, 5, "accept", "5 tasks won, 0 lost, 7 equal (p 0.031"),
-        (0, 4, "undecided", "4 tasks won, 0 lost, 8 equal (p 0.062"),
-        (6, 6, "undecided", "0 tasks won, 0 lost, 12 equal (p 1.000"),
-        (12, 0, "undecided", "0 tasks won, 12 lost"),
-    ],
-)
-async def test_better_wants_proof(engine, release, gate, sums, before, after, verdict, words):
-    engine.says |= {"i": adds(engine, before), "c": adds(engine, after)}
-    found = await gate(Better, suite=sums).evaluate(release("c", "w1"), release("i"), 1)
-    assert (found.policy, found.verdict) == ("better", verdict)
-    assert words in found.reason
-    assert found.metrics["candidate"] == after / 12
-    assert found.metrics["incumbent"] == before / 12
-    asked = [json.loads(ask.body)["seed"] for ask in engine.asked if b"+" in ask.body]
-    assert sorted(asked) == sorted([*range(1, 13)] * 2)
-
-
-async def test_better_wants_the_guards_first(engine, release, gate, sums):
-    engine.says["c"] = lambda question: adds(engine, 12)(question) if "+" in question else ""
-    found = await gate(Better, suite=sums).evaluate(release("c", "w1"), release("i"), 1)
-    assert found.verdict == "reject"
-    assert not any(b"+" in ask.body for ask in engine.asked)
-
-
-@pytest.mark.parametrize(("lost", "verdict"), [(1, "accept"), (2, "undecided")])
-async def test_lost_pairs_are_missing_not_zero(engine, release, gate, sums, lost, verdict):
-    class Losing(FakeEngine):
-        async def answer(self, ask):
-            if ask.release_id == "i" and any(f'"{n}+{n}?"'.encode() in ask.body for n in range(lost)):
-                raise EngineError("lost")
-            async for item in FakeEngine.answer(self, ask):
-                yield item
-
-    says = {"i": adds(engine, 0), "c": adds(engine, 12)}
-    losing = Losing(reply=lambda release_id, body: says.get(release_id, engine.good)(body["messages"][-1]["content"]))
-    found = await gate(Better, engine=losing, suite=sums).evaluate(release("c", "w1"), release("i"), 1)
-    assert (found.verdict, found.metrics["missing"], found.metrics["wins"]) == (verdict, lost, 12 - lost)
-
-
-async def test_better_needs_a_suite(engine, gate):
-    with pytest.raises(ConfigError, match=r"gate\.suite"):
-        gate(Better)
 
 
 async def test_many_looks_at_once_do_not_disturb_each_other(engine, release, gate):

@@ -37,6 +37,7 @@ def one(made: list[Unit | Drop]) -> Unit:
 
 
 def test_a_sample_is_exactly_what_was_recorded() -> None:
+    """case 43: the tokens that were sampled, which a tokenizer need not make of the text again."""
     unit = one(join(9, report(score=-1.0), record(), "weights", WEIGHTS))
     assert (unit.id, unit.score, unit.seq, unit.why) == (f"{RECEIPT}:0", -1.0, 9, None)
     sample = unit.sample
@@ -56,6 +57,18 @@ def test_per_receipt_scores_come_before_the_reports_own() -> None:
     assert one(join(1, given, record(), "weights", WEIGHTS)).score == 0.25
     other = report(per_receipt={"f" * 32: 0.25})
     assert join(1, other, record(), "weights", WEIGHTS) == []
+
+
+def test_a_report_on_three_answers_keeps_three_scores() -> None:
+    """case 45: rewards of an interaction's steps do not collapse to the last one."""
+    names = tuple(f"{number:032x}" for number in range(3))
+    given = report(references=names, per_receipt=dict(zip(names, (0.0, 1.0, 0.5), strict=True)))
+    units = [one(join(1, given, record(id=name), "weights", WEIGHTS)) for name in names]
+    assert [(unit.id, unit.score, unit.sample and unit.sample.reward) for unit in units] == [
+        (f"{names[0]}:0", 0.0, 0.0),
+        (f"{names[1]}:0", 1.0, 1.0),
+        (f"{names[2]}:0", 0.5, 0.5),
+    ]
 
 
 def test_without_a_choice_a_report_speaks_of_every_choice() -> None:
@@ -104,6 +117,7 @@ def test_a_report_without_the_parts_signal_says_nothing() -> None:
     ],
 )
 def test_what_cannot_train_on_policy_says_why(fields: dict[str, Any], why: str) -> None:
+    """case 43: tokens and log-probs that do not fit are left out, with the reason, and counted."""
     broken = record(**fields)
     sample, said = build(broken, broken.choices[0] if broken.choices else None, 1.0)
     assert sample is None
