@@ -6,12 +6,13 @@ Does not know: how a part was made or judged, or which release is being served (
 - One branch per scenario, `refs/heads/<scenario>`; each commit is a release and its parent the previous release.
 - A publish either moves the head from exactly the expected release, or raises StaleHead and changes nothing.
 - Publishing is idempotent: the same draft on the same parent returns the same release.
+- Commits are never removed. Large files go by policy only (`prune`), and then the release says so (PrunedError).
 - No file is handed out before its size and sha256 were checked. safetensors only for weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -59,8 +60,11 @@ class ReleaseChain(Protocol):
         `draft.base`, and the head does not move. Raises StaleHead (with the present head), ChainError (disk full, …).
         """
 
-    def get(self, release_id: str) -> Release:
-        """A release or candidate by id (or unique prefix of 7 or more digits). MissingError when there is none."""
+    def get(self, release_id: str, within: Collection[str] | None = None) -> Release:
+        """A release or candidate by id (or unique prefix of 7 or more digits). MissingError when there is none.
+
+        `within`: scenarios beside which there are no others, for whoever may not see those.
+        """
 
     def history(self, scenario: str, limit: int = 50, before: str | None = None) -> list[Release]:
         """Releases newest first, beginning at the head, or at the parent of `before`.
@@ -69,4 +73,5 @@ class ReleaseChain(Protocol):
         """
 
     def files(self, release_id: str, part: PartName) -> dict[str, Path]:
-        """The part's files on disk, verified against their digests. DigestError names a file that does not match."""
+        """The part's files on disk, verified against their digests. DigestError names a file that does not match,
+        PrunedError one that was removed to bound the disk."""

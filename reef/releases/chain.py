@@ -7,31 +7,31 @@ Does not know: who serves what (`records.board`), how a candidate was made or ju
 - The branch `refs/heads/<scenario>` moves only under the repository's mutex, from exactly the expected release.
 - A process killed anywhere leaves the old head or the new one; what it wrote without a ref is never a release.
 - Ids come from content and time, so a retry is recognised by the draft's digest, not by its id.
+- Large files are removed by policy only (`prune`), under the mutex; a publish looks under the mutex that all it needs
+  are there. Commits and `release.json` are never removed.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from reef.core.errors import ChainError, DigestError, InputError, MissingError, StaleHead
+from reef.core.disk import advice
+from reef.core.errors import ChainError, DigestError, InputError, MissingError, PrunedError, StaleHead
 from reef.core.failpoint import failpoint
 from reef.core.ids import is_scenario
 from reef.core.nouns import Part, PartName, Release
-from reef.releases import Draft, form, lfs
-from reef.releases.git import ZERO, Git
+from reef.releases import Draft, form, lfs, marker
+from reef.releases.git import ZERO, Git, settle
 from reef.releases.mend import mend
 
-KEPT = 20
-"""Candidates of a scenario that keep their ref (the newest). Older ones stay readable by id: nothing is collected."""
-
-_FORMAT = "1"
 _PREFIX = re.compile(r"[0-9a-f]{7,40}")
 _CACHED = 4096  # releases kept in memory
+_UNSYNCED = ("HEAD", "config")
+"""Files without which there is no repository, and which git itself does not sync."""
 _SETTINGS = {
     "core.logAllRefUpdates": "always",
     "core.fsync": "all",
@@ -48,10 +48,12 @@ log = logging.getLogger("reef.releases")
 class GitChain:
     """A ReleaseChain at `path`. Call `open()` first. Blocking; safe from several threads and processes at once."""
 
-    def __init__(self, path: Path) -> None:
-        self._git = Git(path)
-        self._path = self._git.path
-        self._objects = lfs.Objects(self._path)
+    def __init__(self, path: Path, fetch: Callable[[str], None] | None = None) -> None:
+        """`fetch` brings a release's large files here from where they were pushed to; None: there is no such place."""
+        self._fetch = fetch
+        self.git = Git(path)
+        self.path = self.git.path
+        self.objects = lfs.Objects(self.path)
         self._known: dict[str, Release] = {}
 
     # --- opening ------------------------------------------------------------------------------------------------------
@@ -63,33 +65,41 @@ class GitChain:
         sentences (also logged). ChainError when the folder cannot be written or git is missing.
         """
         try:
-            (self._path / "reef").mkdir(parents=True, exist_ok=True)
-            self._git.adapt()
-            with self._git.mutex() as mutex:
-                said = [f"removed {name}, left by a process that was killed" for name in self._git.unlock()]
-                self._create(mutex)
-                self._objects.prepare()
-                said += mend(self._git)
+            (self.path / "reef").mkdir(parents=True, exist_ok=True)
+            self.git.adapt()
+            with self.git.mutex() as mutex:
+                said = [f"removed {name}, left by a process that was killed" for name in self.git.unlock()]
+                said += self._create(mutex)
+                self.objects.prepare()
+                said += [sentence] if (sentence := marker.settle(self.path)) else []
+                said += mend(self.git)
         except OSError as error:
-            raise ChainError(f"the release chain at {self._path} cannot be opened: {error}") from error
+            raise ChainError(f"the release chain at {self.path} cannot be opened: {error}; {advice(error)}") from error
         for sentence in said:
             log.warning("%s", sentence)
         return said
 
-    def _create(self, mutex: int) -> None:
-        marker = self._path / "reef" / "format"
-        if marker.exists():
-            if marker.read_text().strip() != _FORMAT:
-                raise ChainError(f"{self._path} was written by another version of Reef; use that version")
-            return
+    def _create(self, mutex: int) -> list[str]:
+        """Make the repository, or what a power cut took of it. Returns what was repaired."""
+        hollow = [self.path / name for name in _UNSYNCED if _hollow(self.path / name)]
+        made = marker.read(self.path) is not None
+        if made and not hollow:
+            return []
+        for file in hollow:
+            file.unlink(missing_ok=True)  # else `git init` takes it for one that somebody wrote
         # It may be half made by a killed process, or a clone: `git init` completes it and changes nothing else.
-        init = ("init", "--quiet", "--bare", "--template=", "--initial-branch=default", str(self._path))
-        self._git.run(*init, keep=[mutex])
+        init = ("init", "--quiet", "--bare", "--template=", "--initial-branch=default", str(self.path))
+        self.git.run(*init, keep=[mutex])
         for name, value in _SETTINGS.items():
-            self._git.run("config", name, value, keep=[mutex])
-        temporary = marker.with_name(f"format-{os.getpid()}")
-        temporary.write_text(_FORMAT + "\n")
-        temporary.replace(marker)
+            self.git.run("config", name, value, keep=[mutex])
+        for name in _UNSYNCED:
+            settle(self.path / name)
+        settle(self.path)
+        if not made:
+            return []
+        for name in self.scenarios()[:1]:
+            self._show(name, mutex)
+        return [f"made {', '.join(file.name for file in hollow)} of {self.path} again, empty after a power cut"]
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -103,16 +113,21 @@ class GitChain:
         except MissingError:
             raise ChainError(f"the head of {scenario} is damaged; restarting Reef restores the last good one") from None
 
-    def get(self, release_id: str) -> Release:
-        """A release or candidate by id (or unique prefix of 7 or more digits). MissingError when there is none."""
-        if known := self._known.get(release_id):
+    def get(self, release_id: str, within: Collection[str] | None = None) -> Release:
+        """A release or candidate by id (or unique prefix of 7 or more digits). MissingError when there is none.
+
+        `within`: scenarios beside which there are no others, for whoever may not see those.
+        """
+        known = self._known.get(release_id)
+        if known is not None and (within is None or known.scenario in within):
             return known
         if not _PREFIX.fullmatch(release_id):
             raise MissingError(f"{release_id!r} is not a release id: 7 to 40 digits of 0-9 and a-f", param="release_id")
         names = [release_id]
         if len(release_id) < 40:
-            names = self._git.run("rev-parse", f"--disambiguate={release_id}", check=False).stdout.decode().split()
-        found = [release for release in self._load(names) if release and self._stands(release)]
+            names = self.git.run("rev-parse", f"--disambiguate={release_id}", check=False).stdout.decode().split()
+        loaded = [each for each in self._load(names) if each and (within is None or each.scenario in within)]
+        found = [release for release in loaded if self._stands(release)]
         if len(found) > 1:
             raise MissingError(f"more than one release begins with {release_id}; give more digits", param="release_id")
         if not found:
@@ -127,54 +142,102 @@ class GitChain:
         start = self._own(scenario, before).parent if before else self._head(scenario)
         if start is None or limit < 1:
             return []
-        ids = self._git.run("rev-list", "--first-parent", f"--max-count={limit}", start).stdout.decode().split()
+        ids = self.git.run("rev-list", "--first-parent", f"--max-count={limit}", start).stdout.decode().split()
         loaded = dict(zip(ids, self._load(ids), strict=True))
         if lost := [release_id for release_id, release in loaded.items() if release is None]:
             raise ChainError(f"release {lost[0]} of {scenario} cannot be read; the chain is damaged there")
         return [self._remember(release) for release in loaded.values() if release]
 
+    def scenarios(self) -> list[str]:
+        """Every scenario that has a branch."""
+        listing = self.git.run("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads").stdout.decode()
+        return sorted(listing.split())
+
     def candidates(self, scenario: str) -> list[Release]:
-        """The candidates that still have a ref, newest first."""
+        """The candidates that still have a ref, newest first. Others stay readable by id: no commit is collected."""
         ids = [release_id for release_id, _ in self._candidates(scenario)]
         found = [self._remember(release) for release in self._load(ids) if release]
         return sorted(found, key=lambda release: release.created_at, reverse=True)
 
     def files(self, release_id: str, part: PartName) -> dict[str, Path]:
-        """The part's files on disk, verified against their digests. DigestError names a file that does not match."""
+        """The part's files on disk, verified against their digests. DigestError names a file that does not match,
+        PrunedError one that was removed to bound the disk. Large files not here are fetched, where they can be."""
         release = self.get(release_id)
+        wanted = release.parts[part].files if part in release.parts else {}
+        if self._fetch is not None and any(
+            lfs.large(name, size) and not self.objects.place(sha256).exists() for name, (sha256, size) in wanted.items()
+        ):
+            self._fetch(release.id)
+        return self._files(release, part)
+
+    def _files(self, release: Release, part: PartName) -> dict[str, Path]:
         if part not in release.parts:
             raise MissingError(f"release {release.id} has no part {part}", param="part")
         wanted = release.parts[part].files
         found: dict[str, Path | None] = {}
         for name, (sha256, size) in wanted.items():
             label = f"{part}/{name} of release {release.id}"
-            seek = self._objects.find if lfs.large(name, size) else self._objects.cached
+            seek = self.objects.find if lfs.large(name, size) else self.objects.cached
             found[name] = seek(label, sha256, size)
         unread = [name for name, path in found.items() if path is None]
-        stored = self._git.objects([f"{release.id}:{part}/{name}" for name in unread])
+        stored = self.git.objects([f"{release.id}:{part}/{name}" for name in unread])
         for name, blob in zip(unread, stored, strict=True):
             label = f"{part}/{name} of release {release.id}"
             if blob is None:
                 raise DigestError(f"{label} is missing from git; roll back to another release")
-            found[name] = self._objects.small(label, blob[1], *wanted[name])
+            found[name] = self.objects.small(label, blob[1], *wanted[name])
         return {name: path for name, path in found.items() if path is not None}
 
-    def verify(self, scenario: str) -> list[str]:
-        """Read every release of a scenario and all its files. Returns what is wrong, in sentences; empty: all good."""
+    def verify(self, scenario: str, *, remote: bool = False) -> list[str]:
+        """Read every release of a scenario and all its files. Returns what is wrong, in sentences; empty: all good.
+
+        Large files that were removed on purpose are not wrong; with a `remote`, neither are those of releases before
+        the head that are not here.
+        """
         wrong: list[str] = []
         start = self._head(scenario)
-        ids = self._git.run("rev-list", "--first-parent", start).stdout.decode().split() if start else []
-        for place, (release_id, release) in enumerate(zip(ids, self._load(ids), strict=True)):
+        ids = self.git.run("rev-list", "--first-parent", start).stdout.decode().split() if start else []
+        for place, release_id in enumerate(ids):
+            try:
+                (release,) = self._load([release_id])
+            except ChainError as error:
+                wrong.append(error.message)
+                continue
             if release is None:
                 wrong.append(f"release {release_id} cannot be read")
                 continue
             if release.seq != len(ids) - 1 - place or release.scenario != scenario:
                 wrong.append(f"release {release_id} says it is {release.scenario} {release.seq}")
-            for part in release.parts:
-                try:
-                    self.files(release_id, part)
-                except (ChainError, MissingError) as error:
-                    wrong.append(error.message)
+            wrong += self._spoilt(release, absent=remote and place > 0)
+        for release_id, _ in self._candidates(scenario):
+            try:
+                (candidate,) = self._load([release_id])
+                wrong += self._spoilt(candidate) if candidate else [f"candidate {release_id} cannot be read"]
+            except ChainError as error:
+                wrong.append(error.message)
+        return wrong
+
+    def _spoilt(self, release: Release, *, absent: bool = False) -> list[str]:
+        """What is wrong with the files of one release. Small ones are read from git itself, not from their copies.
+        `absent`: large ones need not be here."""
+        wrong = []
+        files = [(part, name, *held) for part in release.parts for name, held in release.parts[part].files.items()]
+        stored = self.git.objects([f"{release.id}:{part}/{name}" for part, name, _, _ in files])
+        for (part, name, sha256, size), blob in zip(files, stored, strict=True):
+            label = f"{part}/{name} of release {release.id}"
+            try:
+                if blob is None:
+                    raise DigestError(f"{label} is missing from git; roll back to another release")
+                if lfs.large(name, size):
+                    if absent and not self.objects.place(sha256).exists():
+                        continue
+                    self.objects.find(label, sha256, size)
+                else:
+                    lfs.match(label, blob[1], sha256, size)
+            except PrunedError:
+                continue
+            except ChainError as error:
+                wrong.append(error.message)
         return wrong
 
     # --- publishing ---------------------------------------------------------------------------------------------------
@@ -212,22 +275,36 @@ class GitChain:
             for name, source in new.files.items():
                 sha256, size = parts[part].files[name]
                 if lfs.large(name, size):
-                    self._objects.store(f"{part}/{name}", source, sha256, size)
+                    self.objects.store(f"{part}/{name}", source, sha256, size)
         commit = self._commit(draft, release, (base or parent), page)
         failpoint("releases.after_objects")
         made = form.read(commit, release.parent, page)
         ref = _candidate(scenario, commit) if candidate else f"refs/heads/{scenario}"
-        with self._git.mutex() as mutex:
+        with self.git.mutex() as mutex:
+            self._secure(release, draft)
             failpoint("releases.before_ref")
-            moved = self._git.move_ref(
+            moved = self.git.move_ref(
                 ref, commit, ZERO if candidate else expected or ZERO, f"{release.operation} {release.seq}", mutex
             )
             failpoint("releases.after_ref")
-            if moved and candidate:
-                self._prune(scenario, commit, mutex)
             if moved and not candidate and expected is None:
                 self._show(scenario, mutex)
         return self._remember(made) if moved else self._again(scenario, release, expected)
+
+    def _secure(self, release: Release, draft: Draft) -> None:
+        """Every large file of a release is there; the caller holds the mutex, so that none goes before the ref moves.
+
+        One that was pruned since this publish began is stored again. PrunedError or DigestError for a part that was
+        carried over and is not whole.
+        """
+        for part, name, size in _all(release.parts):
+            sha256 = release.parts[part].files[name][0]
+            if not lfs.large(name, size) or self.objects.place(sha256).exists():
+                continue
+            if part in draft.parts:
+                self.objects.store(f"{part}/{name}", draft.parts[part].files[name], sha256, size)
+            else:
+                self.objects.find(f"{part}/{name}, which this release carries over,", sha256, size)
 
     def _commit(self, draft: Draft, release: Release, source: Release | None, page: bytes) -> str:
         """Write the blobs, trees and commit of a release; returns the commit's id. No ref points to it yet."""
@@ -245,20 +322,20 @@ class GitChain:
                         raise ChainError(f"{part}/{name} changed while it was being published; publish it again")
                 entries[part][name] = len(blobs)
                 blobs.append(data)
-        ids = self._objects.blobs(self._git, blobs)
+        ids = self.objects.blobs(self.git, blobs)
         failpoint("releases.blobs_written")
         top = [f"100644 blob {ids[0]}\trelease.json", f"100644 blob {ids[1]}\t.gitattributes"]
         for part, files in entries.items():
-            listing = "".join(f"100644 blob {ids[place]}\t{name}\n" for name, place in files.items())
-            top.append(f"040000 tree {self._git.line('mktree', data=listing.encode())}\t{part}")
+            tree = self.git.tree([f"100644 blob {ids[place]}\t{name}" for name, place in files.items()])
+            top.append(f"040000 tree {tree}\t{part}")
         if source and (carried := [part for part in release.parts if part not in draft.parts]):
             # A part without files has no entry to find: git keeps no empty folders.
-            top += self._git.run("ls-tree", source.id, *carried).stdout.decode().splitlines()
-        tree = self._git.line("mktree", data="".join(f"{line}\n" for line in top).encode())
+            top += self.git.run("ls-tree", source.id, *carried).stdout.decode().splitlines()
+        tree = self.git.tree(top)
         failpoint("releases.trees_written")
         date = f"@{int(release.created_at)} +0000"
         parent = ("-p", release.parent) if release.parent else ()
-        return self._git.line(
+        return self.git.line(
             "commit-tree",
             tree,
             *parent,
@@ -272,7 +349,7 @@ class GitChain:
         if head is None:
             raise self._stale(scenario, expected)
         after = ("--ancestry-path", f"{expected}..{head}") if expected else ("--max-parents=0", head)
-        later = self._git.run("rev-list", "--first-parent", *after, check=False).stdout.decode().split()
+        later = self.git.run("rev-list", "--first-parent", *after, check=False).stdout.decode().split()
         if later and form.digest(made := self.get(later[-1])) == form.digest(release):
             return made
         raise self._stale(scenario, expected)
@@ -287,7 +364,7 @@ class GitChain:
 
     def _candidates(self, scenario: str) -> list[tuple[str, str | None]]:
         """(id, draft's digest) of the candidates that have a ref, oldest first as far as seconds tell."""
-        listing = self._git.run(
+        listing = self.git.run(
             "for-each-ref",
             "--sort=creatordate",
             "--format=%(objectname) %(contents:body)%00",
@@ -301,32 +378,20 @@ class GitChain:
         digest = form.digest(release)
         return next((self.get(known) for known, drafted in self._candidates(scenario) if drafted == digest), None)
 
-    def _prune(self, scenario: str, new: str, mutex: int) -> None:
-        """Drop the refs of candidates beyond the newest KEPT."""
-        old = [known for known, _ in self._candidates(scenario) if known != new][: -(KEPT - 1)]
-        if old:
-            failpoint("releases.before_prune")
-            deletes = "".join(f"delete {_candidate(scenario, known)}\n" for known in old)
-            self._git.run("update-ref", "--stdin", data=deletes.encode(), keep=[mutex], check=False)
-            failpoint("releases.after_prune")
-
     # --- pieces -------------------------------------------------------------------------------------------------------
 
     def _head(self, scenario: str) -> str | None:
-        return self._git.read_ref(f"refs/heads/{scenario}") if is_scenario(scenario) else None
+        return self.git.read_ref(f"refs/heads/{scenario}") if is_scenario(scenario) else None
 
     def _own(self, scenario: str, release_id: str) -> Release:
-        release = self.get(release_id)
-        if release.scenario != scenario:
-            raise MissingError(f"{scenario} has no release {release_id}", param="release_id")
-        return release
+        return self.get(release_id, [scenario])
 
     def _load(self, ids: Iterable[str]) -> list[Release | None]:
         """The releases with these full ids, None for one that is no release or cannot be read."""
         wanted = list(ids)
         fresh = [release_id for release_id in wanted if release_id not in self._known]
         names = [name for release_id in fresh for name in (f"{release_id}^{{commit}}", f"{release_id}:release.json")]
-        stored = self._git.objects(names)
+        stored = self.git.objects(names)
         loaded: dict[str, Release | None] = {}
         for release_id, commit, page in zip(fresh, stored[::2], stored[1::2], strict=True):
             loaded[release_id] = None
@@ -340,7 +405,7 @@ class GitChain:
         if release.operation == "candidate" or release.id == self._head(release.scenario):
             return True
         branch = f"refs/heads/{release.scenario}"
-        return self._git.run("merge-base", "--is-ancestor", release.id, branch, check=False).returncode == 0
+        return self.git.run("merge-base", "--is-ancestor", release.id, branch, check=False).returncode == 0
 
     def _remember(self, release: Release) -> Release:
         if len(self._known) >= _CACHED:
@@ -350,8 +415,15 @@ class GitChain:
 
     def _show(self, scenario: str, mutex: int) -> None:
         """Let an ordinary clone check out the first scenario, when HEAD names none that exists."""
-        if self._git.run("rev-parse", "--verify", "--quiet", "HEAD", check=False).returncode:
-            self._git.run("symbolic-ref", "HEAD", f"refs/heads/{scenario}", keep=[mutex], check=False)
+        if self.git.run("rev-parse", "--verify", "--quiet", "HEAD", check=False).returncode:
+            self.git.run("symbolic-ref", "HEAD", f"refs/heads/{scenario}", keep=[mutex], check=False)
+            settle(self.path / "HEAD")
+            settle(self.path)
+
+
+def _hollow(file: Path) -> bool:
+    """Whether a power cut took a file's bytes, or all of it."""
+    return not file.exists() or not file.read_bytes().strip(b"\0 \n")
 
 
 def _measure(draft: Draft) -> dict[PartName, Part]:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -23,6 +24,8 @@ from reef.releases import Draft, NewPart
 from reef.releases.lfs import large
 
 FORMAT = 1
+"""Grows when a page can no longer be read by its own keys. A key that is added with a default needs no new number."""
+
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WEIGHTS = (".safetensors", ".json", ".txt", ".md", ".jinja")
@@ -73,8 +76,10 @@ def read(release_id: str, parent: str | None, data: bytes) -> Release:
         page = msgspec.json.decode(data, type=_Page)
     except msgspec.MsgspecError as error:
         raise ChainError(f"release.json of {release_id} cannot be read: {error}") from None
-    if page.format != FORMAT:
-        raise ChainError(f"release {release_id} has format {page.format}; this Reef reads {FORMAT}: use a newer one")
+    if not 1 <= page.format <= FORMAT:
+        raise ChainError(
+            f"release {release_id} has format {page.format}; this Reef reads up to {FORMAT}: use a newer one"
+        )
     for part in page.parts.values():
         for name, (sha256, _) in part.files.items():
             if not (_FILE.fullmatch(name) and _SHA256.fullmatch(sha256)):
@@ -174,6 +179,7 @@ def _finite(evaluation: Evaluation) -> Evaluation:
     def known(value: float | None) -> float | None:
         return value if value is not None and math.isfinite(value) else None
 
+    cost = evaluation.cost
     return Evaluation(
         policy=evaluation.policy,
         verdict=evaluation.verdict,
@@ -184,6 +190,8 @@ def _finite(evaluation: Evaluation) -> Evaluation:
         metrics={name: value for name, value in sorted(evaluation.metrics.items()) if math.isfinite(value)},
         looks=evaluation.looks,
         seconds=evaluation.seconds if math.isfinite(evaluation.seconds) else 0.0,
+        suite=evaluation.suite,
+        cost=replace(cost, money=known(cost.money), seconds=known(cost.seconds) or 0.0) if cost else None,
     )
 
 

@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reef.core.disk import sync
+from reef.core.disk import advice, sync
 from reef.core.errors import ChainError
 from reef.core.failpoint import failpoint
 
@@ -31,6 +31,7 @@ _LOCKS = ("HEAD.lock", "packed-refs.lock", "config.lock", "shallow.lock")
 _HEADER = 1024  # longer than any object header: names are ids and short paths
 _LOCK_WAIT = 1000  # milliseconds that git itself waits for a ref lock
 
+_WRITING = ("hash-object", "commit-tree", "update-ref", "init", "config")
 _version: tuple[int, int] | None = None  # git's, asked once a process
 
 
@@ -81,6 +82,18 @@ class Git:
         """The only line a command prints."""
         return self.run(*arguments, data=data, env=env).stdout.decode().strip()
 
+    def tree(self, entries: Sequence[str]) -> str:
+        """Write a tree of entries as `ls-tree` prints them; its id. `git mktree` would do, but it neither syncs what it
+        writes (it does not read core.fsync) nor fails when it cannot write."""
+        found: list[tuple[bytes, bytes]] = []
+        for entry in entries:
+            kind, _, name = entry.partition("\t")
+            mode, _, number = kind.split(" ")
+            held = f"{mode.lstrip('0')} {name}\0".encode() + bytes.fromhex(number)
+            found.append((name.encode() + b"/" * (mode == "040000"), held))  # git's order takes folders so
+        data = b"".join(held for _, held in sorted(found))
+        return self.line("hash-object", "-w", "-t", "tree", "--stdin", data=data)
+
     def adapt(self) -> None:
         """Choose the options that make this git's writes durable; git before 2.36 spells them otherwise."""
         global _version
@@ -100,7 +113,9 @@ class Git:
         try:
             descriptor = os.open(self.path / "reef" / "mutex", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ChainError(f"the release chain at {self.path} cannot be opened for writing: {error}") from error
+            raise ChainError(
+                f"the release chain at {self.path} cannot be opened for writing: {error}; {advice(error)}"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
@@ -143,15 +158,20 @@ class Git:
         failpoint("releases.ref_unsynced")
         settle(self.path / ref)
         settle((self.path / ref).parent)
+        settle(self.path / "logs" / ref)  # what a damaged head is restored from
         return True
 
     def unlock(self) -> list[str]:
         """Remove lock files of killed processes. The caller holds the mutex."""
-        stale = [self.path / name for name in _LOCKS if (self.path / name).exists()]
-        stale += sorted((self.path / "refs").rglob("*.lock"))
+        stale = self.locks()
         for lock in stale:
-            lock.unlink(missing_ok=True)
-        return [str(lock.relative_to(self.path)) for lock in stale]
+            (self.path / lock).unlink(missing_ok=True)
+        return stale
+
+    def locks(self) -> list[str]:
+        """Lock files there are. To a caller that holds the mutex they are of killed processes."""
+        found = [self.path / name for name in _LOCKS if (self.path / name).exists()]
+        return [str(lock.relative_to(self.path)) for lock in (*found, *sorted((self.path / "refs").rglob("*.lock")))]
 
     def objects(self, names: Sequence[str]) -> list[tuple[str, bytes] | None]:
         """(id, content) of each named object (`<id>`, `<id>:path`), None for one that is missing or damaged."""
@@ -184,7 +204,7 @@ def settle(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ChainError(f"cannot make {path} durable: {error}") from error
+        raise ChainError(f"cannot make {path} durable: {error}; {advice(error)}") from error
 
 
 def _environment(path: Path) -> dict[str, str]:
@@ -208,6 +228,14 @@ def _environment(path: Path) -> dict[str, str]:
 
 def _failure(command: str, done: subprocess.CompletedProcess[bytes], path: Path) -> str:
     said = done.stderr.decode("utf-8", "replace").strip().replace("\n", "; ") or f"exit status {done.returncode}"
-    full = "No space left" in said or "File too large" in said or done.returncode == -signal.SIGXFSZ
-    advice = " (free some disk space and try again)" if full else ""
-    return f"git {command} failed on the release chain at {path}: {said}{advice}"
+    return f"git {command} failed on the release chain at {path}: {said}{_advice(command, said, done.returncode)}"
+
+
+def _advice(command: str, said: str, code: int) -> str:
+    if code == -signal.SIGXFSZ or any(words in said for words in ("No space left", "File too large", "quota exceeded")):
+        return " (free some disk space, or raise the quota, and try again)"
+    if "Permission denied" in said or "Read-only file system" in said:
+        return " (let the server's user write there: owner and rights)"
+    if command in _WRITING:  # git does not always say why it could not
+        return " (check its disk space and rights, and try again)"
+    return ""

@@ -5,6 +5,7 @@ Knows: LFS pointer files (spec v1, https://github.com/git-lfs/git-lfs/blob/main/
 Does not know: releases, refs, or which file belongs to what.
 
 - An object appears under its name whole or not at all: temporary file, fsync, rename, fsync of the folder.
+- An object that is removed on purpose is named in `reef/pruned` first, so that it is never taken for a lost one.
 - A verification holds as long as the file's size, mtime and inode stay the same; then the bytes are hashed again.
 """
 
@@ -16,11 +17,12 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 
-from reef.core.errors import ChainError, DigestError, InputError
+from reef.core import disk
+from reef.core.errors import ChainError, DigestError, InputError, PrunedError
 from reef.core.failpoint import failpoint
 from reef.releases.git import Git, settle
 
@@ -28,9 +30,9 @@ LARGE = 64 * 1024
 """Files of this many bytes or more, and every *.safetensors, are LFS objects."""
 
 _POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-_ADVICE = "; free some disk space and try again"
 _CHUNK = 1 << 20
-_ABANDONED = 3600.0  # seconds after which a temporary file is nobody's, even if its process id is in use again
+ABANDONED = 3600.0
+"""Seconds after which a file that nothing names is nobody's: a publish takes less."""
 
 
 def large(name: str, size: int) -> bool:
@@ -68,6 +70,12 @@ def measure(name: str, source: Path | bytes) -> tuple[str, int]:
     return sha.hexdigest(), size
 
 
+def match(name: str, data: bytes, digest: str, size: int) -> None:
+    """DigestError when a small file's content is not that of the digest."""
+    if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+        raise DigestError(f"{name} does not match its digest {digest}; roll back to another release")
+
+
 class Objects:
     """The LFS objects and the small-file cache of one repository. Safe to use from several threads and processes."""
 
@@ -75,6 +83,7 @@ class Objects:
         self._objects = path / "lfs" / "objects"
         self._small = path / "reef" / "files"
         self._temporary = path / "reef" / "tmp"
+        self._list = path / "reef" / "pruned"
         self._verified: dict[Path, tuple[str, int, int, int]] = {}  # path -> sha256, size, mtime_ns, inode
 
     def prepare(self) -> None:
@@ -84,7 +93,7 @@ class Objects:
         for left in self._temporary.iterdir():
             owner = left.name.partition("-")[0]
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - left.stat().st_mtime > _ABANDONED or not (owner.isdigit() and _alive(int(owner))):
+                if time.time() - left.stat().st_mtime > ABANDONED or not (owner.isdigit() and _alive(int(owner))):
                     left.unlink()
 
     def place(self, digest: str) -> Path:
@@ -112,16 +121,24 @@ class Objects:
             names = "".join(f"{file.relative_to(git.path)}\n" for file in files)
             ids = git.run("hash-object", "-w", "--no-filters", "--stdin-paths", data=names.encode()).stdout
         except OSError as error:
-            raise ChainError(f"cannot write to {self._temporary}: {error}{_ADVICE}") from error
+            raise ChainError(f"cannot write to {self._temporary}: {error}; {disk.advice(error)}") from error
         finally:
             for file in files:
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # `prepare` removes it; the error above says more
+                    file.unlink()
         return ids.decode().split()
 
     def find(self, name: str, digest: str, size: int) -> Path:
         """The verified object. DigestError names the file when it is missing, cut off or changed."""
         place = self.place(digest)
         if not place.exists():
+            if digest in self.pruned():
+                raise PrunedError(
+                    f"{name} was pruned: its large files were removed to bound the disk (releases.keep). Fetch them "
+                    "with `git lfs fetch REMOTE RELEASE` in the folder releases.git, where the releases were pushed to "
+                    "a remote; else use a release that is kept",
+                    param="release_id",
+                )
             raise DigestError(
                 f"{name} is only an LFS pointer here: its object {digest} is missing from {self._objects}; "
                 "fetch it with `git lfs fetch --all` from where the chain was copied, or roll back to another release"
@@ -131,22 +148,64 @@ class Objects:
 
     def small(self, name: str, data: bytes, digest: str, size: int) -> Path:
         """A small file's content as a file on disk. DigestError when the content is not that of the digest."""
-        place = self._small / digest
-        with contextlib.suppress(DigestError):
-            self._check(place, name, digest, size)
+        if (place := self.cached(name, digest, size)) is not None:
             return place
-        if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
-            raise DigestError(f"{name} does not match its digest {digest}; roll back to another release")
+        place = self._small / digest
+        match(name, data, digest, size)
         self._write(place, name, data, digest)  # a cache of what git holds: needs no fsync of the folder
         self._check(place, name, digest, size)
         return place
 
     def cached(self, name: str, digest: str, size: int) -> Path | None:
         """The small file from the cache, verified; None when it has to be read from git."""
+        place = self._small / digest
+        with contextlib.suppress(OSError):
+            if time.time() - place.stat().st_mtime > ABANDONED / 2:
+                place.touch()  # it is in use, so it does not go while somebody reads it
         with contextlib.suppress(DigestError):
-            self._check(self._small / digest, name, digest, size)
-            return self._small / digest
+            self._check(place, name, digest, size)
+            return place
         return None
+
+    def held(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Every object there is, by its digest."""
+        yield from _entries(self._objects.glob("[0-9a-f][0-9a-f]/[0-9a-f][0-9a-f]/*"))
+
+    def copies(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Every small file that lies here beside its blob in git, by its digest."""
+        yield from _entries(self._small.iterdir() if self._small.is_dir() else ())
+
+    def pruned(self) -> set[str]:
+        """Digests of the objects that were removed on purpose; some may be back."""
+        try:
+            return {line[:64] for line in self._list.read_text("ascii", "replace").splitlines() if len(line) >= 64}
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise ChainError(f"cannot read {self._list}: {error}") from error
+
+    def remove(self, digests: Sequence[str]) -> None:
+        """Remove objects on purpose. All are named in the list, durably, before the first goes. The caller holds the
+        repository's mutex and knows that nothing needs them."""
+        if not digests:
+            return
+        try:
+            with self._list.open("a") as file:
+                file.write("".join(f"{digest} {int(time.time())}\n" for digest in digests))
+                file.flush()
+                os.fsync(file.fileno())
+            settle(self._list.parent)
+            failpoint("releases.pruned_listed")
+            for digest in digests:
+                self.place(digest).unlink(missing_ok=True)
+                failpoint("releases.pruned_one")
+        except OSError as error:
+            raise ChainError(f"cannot remove large files in {self._objects}: {error}; {disk.advice(error)}") from error
+
+    def drop_copy(self, digest: str) -> None:
+        """Forget a small file's copy; it is made again from git when it is asked for."""
+        with contextlib.suppress(OSError):
+            (self._small / digest).unlink()
 
     def _check(self, path: Path, name: str, digest: str, size: int) -> None:
         try:
@@ -183,9 +242,17 @@ class Objects:
             temporary.chmod(0o444)
             temporary.replace(place)
         except OSError as error:
-            raise ChainError(f"cannot store {name} in {place.parent}: {error}{_ADVICE}") from error
+            raise ChainError(f"cannot store {name} in {place.parent}: {error}; {disk.advice(error)}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def _entries(paths: Iterable[Path]) -> Iterator[tuple[str, os.stat_result]]:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if re.fullmatch(r"[0-9a-f]{64}", path.name):
+                yield path.name, path.stat()
 
 
 @contextlib.contextmanager

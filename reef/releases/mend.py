@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from reef.core.errors import ChainError
+from reef.core.ids import is_scenario
 from reef.releases import form
 from reef.releases.git import ZERO, Git, settle
 
@@ -25,11 +26,9 @@ _DEPTH = 200  # log entries looked at
 
 def mend(git: Git) -> list[str]:
     """Check every scenario's head; repair those that are broken. The caller holds the mutex. Returns what was done."""
-    heads = _heads(git)
-    good = sound(git, [head for head in heads.values() if head])
-    broken = {scenario: head for scenario, head in heads.items() if head not in good}
-    said = _set_aside(git.path) if broken else []
-    for scenario, head in sorted(broken.items()):
+    damaged = broken(git)
+    said = _set_aside(git.path) if damaged else []
+    for scenario, head in sorted(damaged.items()):
         logged = _logged(git.path / "logs/refs/heads" / scenario)
         usable = sound(git, logged)
         last = next((release_id for release_id in logged if release_id in usable), None)
@@ -41,6 +40,13 @@ def mend(git: Git) -> list[str]:
                 f"the head of {scenario} ({head or 'unreadable'}) was damaged; back to the last good one, {last}"
             )
     return said
+
+
+def broken(git: Git) -> dict[str, str | None]:
+    """The scenarios whose head cannot be read, each with its id (None: unreadable or gone). Changes nothing."""
+    found = heads(git)
+    good = sound(git, [head for head in found.values() if head])
+    return {scenario: head for scenario, head in found.items() if head not in good}
 
 
 def sound(git: Git, ids: Iterable[str]) -> set[str]:
@@ -62,19 +68,21 @@ def sound(git: Git, ids: Iterable[str]) -> set[str]:
     return set(blobs) - {release_id for (release_id, _), blob in zip(named, held, strict=True) if blob is None}
 
 
-def _heads(git: Git) -> dict[str, str | None]:
+def heads(git: Git) -> dict[str, str | None]:
     """Every scenario that has, or had, a branch, with its head's id (None: unreadable or gone)."""
     listing = git.run("for-each-ref", "--format=%(objectname) %(refname:lstrip=2)", "refs/heads", check=False)
-    heads: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     for line in listing.stdout.decode().splitlines():
         release_id, _, scenario = line.partition(" ")
-        heads[scenario] = release_id
+        found[scenario] = release_id
     for folder in (git.path / "refs/heads", git.path / "logs/refs/heads"):
         if folder.is_dir():
             for entry in folder.iterdir():
-                if entry.is_file():  # git deletes a branch's log with it, so a log without a branch is a lost branch
-                    heads.setdefault(entry.name, None)
-    return heads
+                if entry.is_file() and is_scenario(
+                    entry.name
+                ):  # not a lock file; git deletes a branch's log with it, so a log without a branch is a lost branch
+                    found.setdefault(entry.name, None)
+    return found
 
 
 def _logged(path: Path) -> list[str]:

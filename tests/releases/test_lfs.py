@@ -82,6 +82,7 @@ def test_a_clone_without_its_objects_says_so(chain, path, base, lora, tmp_path):
 
 
 def test_a_pointer_is_not_accepted_as_weights(chain, base):
+    """case 55"""
     first = chain.publish("a", base, None)
     part = NewPart("full", {"model.safetensors": pointer("0" * 64, 130)})
     with pytest.raises(InputError, match="git lfs pull"):
