@@ -17,17 +17,21 @@ from reef.core.errors import ConfigError
 from reef.core.nouns import Batch, PartName, Unit
 from reef.recipe import Entry, Mutation, Objective
 
+RATES = {"lora": 5e-4, "full": 1e-5}
+"""The policy's learning rate by what is trained."""
+
 
 @dataclass(frozen=True, slots=True)
 class SAORecipe:
     """The YAML keys of `recipe: sao`. Where the paper's values differ: batch 128, rates 1e-6 and 5e-6, warm-up 10.
 
-    The defaults suit a LoRA on the embedded model; the paper's suit full weights of a 30-billion-parameter one.
+    The defaults suit the embedded model; the paper's suit full weights of a 30-billion-parameter one.
     """
 
     batch_size: int = 32  # scored answers per optimizer step
     max_staleness: int | None = None  # None: gate.evaluate_every * gate.patience
-    learning_rate: float = 5e-4
+    train: str = "lora"  # lora | full: all weights, at about 200 times the disk of a LoRA
+    learning_rate: float | None = None  # None: RATES
     critic_learning_rate: float = 1e-2
     critic: str = "linear"  # linear: a head on the frozen base; full: a copy of the model with a head
     epsilon_low: float = 0.3  # a token trains while 1 - low < ratio < 1 + high
@@ -36,7 +40,7 @@ class SAORecipe:
     critic_warmup: int = 0  # first steps that move only the critic
     length_alpha: float = 1.5  # lambda = 1 - 1 / (length_alpha * response length)
     kl: float = 0.0  # weight of a pull (k3) towards the frozen base; the paper has none
-    rank: int = 8  # of the LoRA; 0 trains all weights
+    rank: int = 8  # of the LoRA
     alpha: float = 16.0
     seed: int = 0
 
@@ -47,7 +51,6 @@ class SAORecipe:
             value = getattr(self, name)
             _need(isinstance(value, int) and not isinstance(value, bool), name, "a whole number", value)
         for name in (
-            "learning_rate",
             "critic_learning_rate",
             "epsilon_low",
             "epsilon_high",
@@ -62,7 +65,10 @@ class SAORecipe:
         stale = self.max_staleness
         whole = isinstance(stale, int) and not isinstance(stale, bool) and stale >= 0
         _need(stale is None or whole, "max_staleness", "null or a whole number of at least 0", stale)
-        _need(0 < self.learning_rate <= 1, "learning_rate", "above 0 and at most 1", self.learning_rate)
+        _need(self.train in tuple(RATES), "train", "'lora' or 'full'", self.train)
+        rate = self.learning_rate
+        number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= 1
+        _need(rate is None or number, "learning_rate", "null or a number above 0 and at most 1", rate)
         _need(
             0 < self.critic_learning_rate <= 1,
             "critic_learning_rate",
@@ -76,7 +82,7 @@ class SAORecipe:
         _need(self.critic_warmup >= 0, "critic_warmup", "at least 0", self.critic_warmup)
         _need(self.length_alpha > 0, "length_alpha", "above 0", self.length_alpha)
         _need(self.kl >= 0, "kl", "at least 0", self.kl)
-        _need(0 <= self.rank <= 512, "rank", "between 0 and 512", self.rank)
+        _need(1 <= self.rank <= 512, "rank", "between 1 and 512", self.rank)
         _need(self.alpha > 0, "alpha", "above 0", self.alpha)
         _need(0 <= self.seed < 2**63, "seed", "between 0 and 2^63", self.seed)
 
@@ -92,7 +98,10 @@ class SAORecipe:
         return Batch(id=hashlib.sha256(name).hexdigest(), part="weights", units=taken, metrics=metrics)
 
     def objective(self) -> Objective:
-        options = {key: value for key, value in asdict(self).items() if key not in ("batch_size", "max_staleness")}
+        own = ("batch_size", "max_staleness", "train")
+        options = {key: value for key, value in asdict(self).items() if key not in own}
+        options["learning_rate"] = self.learning_rate or RATES[self.train]
+        options["rank"] = self.rank if self.train == "lora" else 0
         return Objective(__name__.rpartition(".")[0] + ".loss:SAO", options)
 
     def propose(self, batch: Batch, tree: Sequence[Entry]) -> Sequence[Mutation]:

@@ -64,6 +64,8 @@ class FakeTrainer:
         if state is None:
             raise TrainError(f"line {order.line} has no step {order.step - 1} to continue from; start a new line")
         folder.verify(place, state)
+        if not state.files:
+            raise TrainError(f"step {order.step - 1} of line {order.line} was gone beyond already; start a new line")
 
 
 def _files(order: Step) -> dict[str, folder.Content]:

@@ -6,6 +6,7 @@ Does not know: torch, tensors, objectives, releases. The files' bytes are the tr
 - A step folder appears whole or not at all: temporary folder, fsync of each file, rename, fsync of the parents.
 - `state.json` is the acknowledgement: it names batch, units, cursor and the sha256 of every other file. A unit is
   trained exactly once because a step that exists is answered from here and never made again.
+- A step is whole until the next one of its line is durable; then `slim` leaves its `state.json`.
 - safetensors and JSON only. A file that is missing or does not match its digest is a TrainError, never a guess. A disk
   that cannot be written is a StoreError: no batch is at fault.
 """
@@ -18,11 +19,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reef.core.disk import sha256, sync
+from reef.core.disk import advice, sha256, sync
 from reef.core.errors import StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.wire import Step, Stepped
@@ -118,6 +119,8 @@ def part_files(folder: Path, *, check: bool = True) -> tuple[str, dict[str, Path
     state = read(folder)
     if state is None:
         raise TrainError(f"{folder} holds no finished step")
+    if not state.files:
+        raise TrainError(f"{folder} was gone beyond: only its acknowledgement was kept; use the line's newest step")
     public = {name: folder / name for name in sorted(state.files) if name not in PRIVATE}
     if check:
         verify(folder, state, public)
@@ -182,8 +185,7 @@ def write(
             metrics=dict(metrics),
             files=written,
         )
-        (draft / STATE).write_text(json.dumps(asdict(state), indent=1, sort_keys=True, allow_nan=False))
-        sync(draft / STATE)
+        _acknowledge(draft / STATE, state)
         sync(draft)
         failpoint("trainers.after_write")
         os.rename(draft, target)
@@ -191,13 +193,51 @@ def write(
         shutil.rmtree(draft, ignore_errors=True)
         if target.exists() and (already := answered(training, order)) is not None:
             return already
-        raise StoreError(f"cannot write {target}: {error.strerror or error}; free space or permissions?") from None
+        raise StoreError(f"cannot write {target}: {error.strerror or error}; {advice(error)}") from None
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     failpoint("trainers.after_rename")
-    sync(target.parent)
+    try:
+        sync(target.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write {target}: {error.strerror or error}; {advice(error)}") from None
     return Stepped(step=order.step, folder=str(target), metrics=dict(metrics), reused=False)
+
+
+def slim(training: Path, scenario: str, part: str, line: str, before: int, keep: Collection[int] = ()) -> int:
+    """Leave of a line's steps below `before`, which is durable, only the acknowledgement: what they hold was for the
+    step after them. Those in `keep` stay whole. Returns how many bytes that freed."""
+    freed = 0
+    for step in steps(training, scenario, part, line):
+        folder = path(training, scenario, part, line, step)
+        if step < before and step not in keep:
+            try:
+                freed += _slim(folder)
+            except TrainError:  # a damaged step is not needed either; who reads it says so
+                continue
+            except OSError as error:
+                raise StoreError(f"cannot shrink {folder}: {error.strerror or error}; {advice(error)}") from None
+    return freed
+
+
+def _slim(folder: Path) -> int:
+    state, held = read(folder), folder.stat()
+    if state is None:
+        return 0
+    if state.files:  # the acknowledgement first: a step never names a file that is gone
+        draft = folder / f".{STATE}"
+        _acknowledge(draft, replace(state, files={}))
+        os.replace(draft, folder / STATE)
+        sync(folder)
+        failpoint("trainers.slimmed")
+    spare = [file for file in folder.iterdir() if file.name != STATE]
+    freed = sum(file.stat().st_size for file in spare)
+    for file in spare:
+        file.unlink()
+    if spare:
+        os.utime(folder, ns=(held.st_atime_ns, held.st_mtime_ns))  # `_newest` goes by it
+    return freed
 
 
 def sweep(training: Path) -> int:
@@ -224,7 +264,10 @@ def prune(training: Path, scenario: str, part: str, keep: Collection[tuple[str, 
             folder = path(training, scenario, part, line, step)
             # Renamed first, so that a kill in the middle leaves a draft for `sweep`, never half a step.
             grave = folder.parent / f".{step}-{uuid.uuid4().hex}"
-            os.rename(folder, grave)
+            try:
+                os.rename(folder, grave)
+            except OSError as error:
+                raise StoreError(f"cannot remove {folder}: {error.strerror or error}; {advice(error)}") from None
             shutil.rmtree(grave, ignore_errors=True)
             removed.append(folder)
         with contextlib.suppress(OSError):
@@ -252,6 +295,11 @@ def _newest(training: Path, scenario: str, part: str, lines: list[str]) -> tuple
     return max(found)[1:] if found else None
 
 
+def _acknowledge(file: Path, state: State) -> None:
+    file.write_text(json.dumps(asdict(state), indent=1, sort_keys=True, allow_nan=False))
+    sync(file)
+
+
 def _make(folder: Path, root: Path) -> None:
     """Create a folder and its missing parents, each entry durable."""
     missing = []
@@ -263,4 +311,4 @@ def _make(folder: Path, root: Path) -> None:
             entry.mkdir(exist_ok=True)
             sync(entry.parent)
     except OSError as error:
-        raise StoreError(f"cannot write below {root}: {error.strerror or error}") from None
+        raise StoreError(f"cannot write below {root}: {error.strerror or error}; {advice(error)}") from None

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+import socket
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reef.core import wire
+from reef.core import rpc, wire
 from reef.core.errors import ContextError, EngineError, InputError, LimitError, MissingError
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import Reader, read, translate
@@ -436,3 +437,36 @@ async def test_the_prompt_holds_the_tools_when_they_are_sent(tmp_path: Path) -> 
             assert counted.usage.prompt_tokens == len(answer.prompt_ids or ())
         with pytest.raises(InputError, match="not among the request's tools"):
             await collect(engine, ask("x", tools=tools, tool_choice={"type": "function", "function": {"name": "g"}}))
+
+
+async def test_an_engine_that_never_answers_is_an_error_in_the_end(tmp_path: Path) -> None:
+    """Case 42: it takes the connection, says that it is ready, and never loads, rates or begins."""
+
+    async def forever() -> wire.Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def never() -> AsyncIterator[wire.Message]:
+        yield await forever()
+
+    async def pong() -> wire.Message:
+        return wire.Pong(pid=1, kind="engine")
+
+    def handle(message: wire.Message) -> Any:
+        if isinstance(message, wire.Ping):
+            return pong()
+        return never() if isinstance(message, wire.Generate) else forever()
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "e.sock"))
+    server = await rpc.serve(listener, handle)
+    engine = LocalEngine(tmp_path / "e.sock", model="m", patience=0.05)
+    assert await engine.ready()
+    with pytest.raises(EngineError, match=r"no answer within 0\.05 s to Load"):
+        await engine.load("r1")
+    with pytest.raises(EngineError, match=r"no answer within 0\.05 s to Rate"):
+        await engine.rate("r1", [[1, 2]], [1])
+    with pytest.raises(EngineError, match=r"did not begin an answer within 0\.05 s"):
+        await collect(engine, ask("Hello"))
+    await engine.close()
+    server.close()

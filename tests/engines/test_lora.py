@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from reef.core.errors import EngineError, MissingError
 from reef.engines import WeightFiles
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, weight_files
-from reef.engines.local.lora import Shelf, load_lora
+from reef.engines.local.lora import NAMES, Shelf, load_lora
 from reef.engines.local.model import Weights, load_weights
 from tests.engines.kit import Releases, ask, lora_files, make_lora, running
 
@@ -56,6 +56,25 @@ async def test_a_lora_answers_like_its_merged_weights(tiny: Path, tmp_path: Path
     assert torch.allclose(by["lora"], by["full"], atol=1e-4)
     assert (by["lora"] - by["base"]).abs().mean() > 0.01
     assert (by["lora"] - by["other"]).abs().mean() > 0.01
+
+
+async def test_full_weights_answer_as_the_trainer_computes_them(tiny: Path, tmp_path: Path, layout: Layout) -> None:
+    """A step's own file, in the engine and in the trainer's forward: the same log-probs."""
+    from reef.trainers.local.llama import Llama, pack
+
+    full = full_files(tiny, tmp_path, 0)
+    tensors = {name: one.bfloat16() for name, one in load_file(full.files["model.safetensors"]).items()}
+    save_file(tensors, tmp_path / "rounded.safetensors")
+    released = WeightFiles("full", {"model.safetensors": tmp_path / "rounded.safetensors"}, {})
+    sequence = [1, *range(30, 90)]
+    async with running(tiny, Releases({"full": released})) as engine:
+        rated, plain = [(await engine.rate(each, [sequence], [1]))[0] for each in ("full", "base")]
+    model = Llama(layout, {key: one.float() for key, one in tensors.items()}, torch.float32)
+    with torch.no_grad():
+        hidden = model.hidden(pack([sequence]))[:-1]
+        own = model.logprobs(hidden, torch.tensor(sequence[1:]), torch.ones(len(sequence) - 1))
+    assert torch.allclose(torch.tensor(rated), own, atol=1e-4)
+    assert (torch.tensor(plain) - own).abs().mean() > 0.02
 
 
 async def test_releases_mixed_in_a_batch_answer_as_alone(tiny: Path, tmp_path: Path, layout: Layout) -> None:
@@ -189,7 +208,7 @@ async def test_one_load_serves_all_that_wait_for_it(tmp_path: Path, layout: Layo
 
 
 async def test_what_cannot_be_loaded_says_why_and_can_be_asked_again(
-    tmp_path: Path, layout: Layout, base: Weights
+    tiny: Path, tmp_path: Path, layout: Layout, base: Weights
 ) -> None:
     folder = make_lora(tmp_path / "l", layout, seed=1)
     releases = Releases(
@@ -208,5 +227,88 @@ async def test_what_cannot_be_loaded_says_why_and_can_be_asked_again(
         await shelf.take("gone")
     with pytest.raises(MissingError):
         await shelf.take("unknown")
+    nan = load_file(tiny / "model.safetensors")
+    nan["model.norm.weight"][3] = torch.nan
+    save_file(nan, tmp_path / "nan.safetensors")
+    releases.known["nan"] = WeightFiles("full", {"model.safetensors": tmp_path / "nan.safetensors"}, {})
+    with pytest.raises(EngineError, match=r"model\.norm\.weight has values that are not finite"):
+        await shelf.take("nan")
     releases.known["unknown"] = lora_files(folder, base={"name": "tiny", "digest": "a" * 64})
     assert (await shelf.take("unknown")).kind == "lora"
+
+
+def full_files(tiny: Path, place: Path, number: int) -> WeightFiles:
+    """A release with weights of its own: the base with one norm moved."""
+    tensors = load_file(tiny / "model.safetensors")
+    tensors["model.norm.weight"] += 0.1 * (number + 1)
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place / f"{number}.safetensors")
+    return WeightFiles("full", {"model.safetensors": place / f"{number}.safetensors"}, {"kind": "full"})
+
+
+async def test_the_same_files_are_one_set_in_memory(tiny: Path, tmp_path: Path, layout: Layout, base: Weights) -> None:
+    """A candidate and its release, a rollback and what it restored: other ids, the same bytes."""
+    full, lora = full_files(tiny, tmp_path, 0), lora_files(make_lora(tmp_path / "l", layout, seed=1))
+    known = {"f1": full, "f2": full, "f3": full, "l1": lora, "l2": lora, "other": full_files(tiny, tmp_path, 1)}
+    shelf = Shelf(base, layout, torch.float32, Releases(known), loras=1, full=1)
+    one, two = await shelf.take("f1"), await shelf.take("f2")
+    assert one.weights is two.weights
+    assert (one.release_id, two.release_id, one.key) == ("f1", "f2", two.key)
+    assert (await shelf.take("l1")).lora is (await shelf.take("l2")).lora
+    shelf.give(one)
+    assert "f1" in shelf.ids()  # not in use itself, but its weights are
+    shelf.give(two)
+    other = await shelf.take("other")
+    assert other.weights is not one.weights
+    assert not {"f1", "f2"} & set(shelf.ids())
+    shelf.give(other)
+    assert (await shelf.take("f3")).weights is not one.weights
+
+
+async def test_full_weights_never_exceed_the_limit_and_wait_for_room(
+    tiny: Path, tmp_path: Path, layout: Layout, base: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case 38: what answers is never unloaded."""
+    known = {f"f{number}": full_files(tiny, tmp_path, number) for number in range(5)}
+    shelf = Shelf(base, layout, torch.float32, Releases(known), loras=1, full=2)
+    most, read = 0, shelf._read
+
+    def counted(release_id: str, files: WeightFiles, source: object) -> object:
+        nonlocal most
+        most = max(most, sum(name.startswith("f") for name in shelf.ids()) + 1)
+        return read(release_id, files, source)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(shelf, "_read", counted)
+    for name in ("f0", "f1", "f2", "f1"):
+        shelf.give(await shelf.take(name))
+    assert shelf.ids() == ["f2", "f1"]  # the least recently used one went
+    first, second = await shelf.take("f1"), await shelf.take("f2")
+    waiting = asyncio.create_task(shelf.take("f3"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    shelf.give(first)
+    shelf.give(await waiting)
+    assert sorted(shelf.ids()) == ["f2", "f3"]
+    assert second.weights is (await shelf.take("f2")).weights
+    assert most == 2
+    monkeypatch.setattr("reef.engines.local.lora.ROOM", 0.05)
+    held = await shelf.take("f3")
+    with pytest.raises(EngineError, match="2 releases with full weights are in memory and all of them in use"):
+        await shelf.take("f4")
+    shelf.give(held)
+    assert (await shelf.take("f4")).kind == "full"
+
+
+async def test_ids_of_one_set_are_forgotten_in_the_end(
+    tiny: Path, tmp_path: Path, layout: Layout, base: Weights
+) -> None:
+    full = full_files(tiny, tmp_path, 0)
+    known = {f"f{number}": full for number in range(3 * NAMES)}
+    shelf = Shelf(base, layout, torch.float32, Releases(known), loras=1, full=1)
+    held = await shelf.take("f0")
+    for name in known:
+        again = await shelf.take(name)
+        assert again.weights is held.weights
+        shelf.give(again)
+    assert len(shelf.ids()) <= NAMES
+    assert "f0" in shelf.ids()

@@ -10,11 +10,15 @@ import torch
 
 from reef.core.errors import EngineError
 from reef.engines.local.layout import read_layout, weight_files
-from reef.engines.local.lora import Resident
+from reef.engines.local.lora import Resident, Source
 from reef.engines.local.model import Model, Weights, load_weights
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored, common
 from reef.engines.local.text import Stream, Text
+
+
+def files(name: str) -> Source:
+    return ((f"{name}.safetensors", f"/{name}", 1, 1, 1),)
 
 
 class Rig:
@@ -24,14 +28,17 @@ class Rig:
         layout = read_layout(folder)
         self.text = Text(folder)
         self.model = Model(layout, slots, 512, torch.float32)
-        self.base = Resident("base", "base", weights or load_weights(weight_files(folder), layout, torch.float32))
+        held = weights or load_weights(weight_files(folder), layout, torch.float32)
+        self.base = Resident("base", "base", held, source=())
         self.events: list[tuple[Job, Event]] = []
-        self.scheduler = Scheduler(self.model, self.text, self.events.extend, share=share)
+        self.now = 0.0  # a row of a step takes a millisecond
+        self.scheduler = Scheduler(self.model, self.text, self.events.extend, share=share, clock=lambda: self.now)
         self.rows: list[int] = []
         forward = self.model.forward
 
         def counted(weights: Weights, work: Any) -> torch.Tensor:
             self.rows.append(len(work.ids))
+            self.now += len(work.ids) / 1000
             return forward(weights, work)
 
         self.model.forward = counted  # type: ignore[method-assign]
@@ -160,6 +167,26 @@ def test_prompts_of_an_evaluation_do_not_hold_up_live_answers(tiny: Path) -> Non
     assert all(rig.reason(job) for job in lower)
 
 
+def test_while_somebody_waits_an_evaluation_has_a_part_of_the_time(tiny: Path) -> None:
+    """Rows stand for time: beside live answers, the others have their part of it and not much more."""
+    rig = Rig(tiny)
+    lower = [rig.job([9 + i] * 60, 40, priority=1) for i in range(6)]
+    live = [rig.job([5 + i] * 5, 300) for i in range(2)]
+    rig.submit(*lower, *live)
+    steps = 0
+    while not any(rig.reason(job) for job in live) and steps < 200:
+        rig.step()
+        steps += 1
+    mine = sum(len(rig.tokens(job)) for job in live)
+    assert steps > 30  # the tiny model's answers may end by themselves
+    assert 2 * steps - 2 <= mine <= 2 * steps  # no step passes live answers over
+    others = sum(rig.rows) - mine
+    assert others > 60  # they are not starved either
+    assert others <= 0.3 * sum(rig.rows) + 80  # one chunk may be ahead
+    rig.finish()
+    assert all(rig.reason(job) for job in lower)
+
+
 def test_choices_of_one_prompt_share_it(rig: Rig) -> None:
     prompt = list(range(10, 110))
     first = rig.job(prompt, 6, 1)
@@ -197,14 +224,15 @@ def test_tokens_of_other_weights_are_never_gone_on_from(rig: Rig) -> None:
     rig.finish()
     rig.rows.clear()
     other = rig.job(prompt, 5, 1)
-    other.resident = Resident("r1", "full", rig.base.weights)
+    other.resident = Resident("r1", "full", rig.base.weights, source=files("r1"))
     rig.submit(other)
     rig.finish()
     assert rig.rows[0] == len(prompt)
 
 
 def test_a_failed_step_fails_its_jobs_only(rig: Rig) -> None:
-    broken = Resident("broken", "full", Weights(rig.base.weights.embed, (), rig.base.weights.norm, lambda x: x / 0))
+    infinite = Weights(rig.base.weights.embed, (), rig.base.weights.norm, lambda x: x / 0)
+    broken = Resident("broken", "full", infinite, source=files("broken"))
     failing, fine = rig.job([5] * 9), rig.job([6] * 9)
     failing.resident = broken
     rig.submit(failing, fine)
@@ -227,7 +255,10 @@ def test_the_end_token_is_recorded_and_not_said(rig: Rig) -> None:
 
     job = rig.job([5] * 9)
     job.resident = Resident(
-        "e", "full", Weights(rig.base.weights.embed, rig.base.weights.layers, rig.base.weights.norm, certain)
+        "e",
+        "full",
+        Weights(rig.base.weights.embed, rig.base.weights.layers, rig.base.weights.norm, certain),
+        source=files("e"),
     )
     rig.submit(job)
     rig.finish()

@@ -100,6 +100,7 @@ def test_the_oldest_rule_leaves_and_others_stay():
     ],
 )
 def test_what_must_not_or_need_not_become_a_rule(text):
+    """case 51: no command, address, key or override is laundered into a clean-looking rule."""
     assert clean(text, 200) is None
     if isinstance(text, str):
         assert learn(FeedbackRules(), (), text) == ()

@@ -118,6 +118,7 @@ def test_explained_variance_of_absurd_numbers_does_not_overflow() -> None:
 
 
 def test_a_batch_is_the_oldest_units_that_can_train() -> None:
+    """case 46: what cannot train is in no batch, so it moves no baseline either."""
     recipe = SAORecipe(batch_size=3)
     units = [unit(5), unit(1), unit(2, score=None), unit(3, trainable=False), unit(4), unit(6, mask=(0,)), unit(7)]
     batch = recipe.batch(units)
@@ -167,7 +168,9 @@ def test_nothing_that_is_not_finite_trains() -> None:
         ("critic_warmup", -1),
         ("length_alpha", 0),
         ("kl", -0.1),
-        ("rank", -1),
+        ("rank", 0),
+        ("train", "all"),
+        ("train", ["full"]),
         ("rank", 10_000),
         ("alpha", 0),
         ("alpha", math.inf),
@@ -186,6 +189,17 @@ def test_the_objective_takes_the_recipes_options() -> None:
     made = load(objective.path)(**objective.options)
     assert made.plan.learning_rate == 1e-4
     assert made.plan.rank == recipe.rank
+
+
+def test_full_weights_have_a_rate_of_their_own() -> None:
+    plans = [
+        load(made.path)(**made.options).plan
+        for made in map(
+            SAORecipe.objective,
+            (SAORecipe(), SAORecipe(train="full"), SAORecipe(train="full", learning_rate=1e-6, rank=4)),
+        )
+    ]
+    assert [(plan.rank, plan.learning_rate) for plan in plans] == [(8, 5e-4), (0, 1e-5), (0, 1e-6)]
 
 
 def test_the_recipe_loads_without_torch() -> None:

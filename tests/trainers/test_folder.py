@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,3 +206,73 @@ def test_kill_at_every_durable_step(tmp_path: Path, point: str, passing: int) ->
         assert state.batch_id == f"batch-{step}"
         folder.verify(line / str(step), state)
         json.loads((line / str(step) / "weights.json").read_bytes())
+
+
+def size(line: Path) -> int:
+    return sum(file.stat().st_size for file in line.glob("*/*") if file.name != folder.STATE)
+
+
+async def test_a_line_holds_what_its_next_step_needs(tmp_path: Path, order: Make) -> None:
+    """Six steps take the room of one; each is still acknowledged, and no unit of theirs trains again."""
+    line = tmp_path / "demo" / "weights" / "one"
+    one, taken = 0, []
+    for step in range(1, 7):
+        done = await train(tmp_path, order(step))
+        one = one or size(line)
+        times = [(line / str(earlier)).stat().st_mtime_ns for earlier in range(1, step + 1)]
+        freed = folder.slim(tmp_path, "demo", "weights", "one", step)
+        taken.append((freed, size(line)))
+        assert [(line / str(earlier)).stat().st_mtime_ns for earlier in range(1, step + 1)] == times
+        assert folder.answered(tmp_path, order(step)) is not None
+        assert folder.part_files(Path(done.folder))[0] == "lora"
+    assert taken == [(0, one), *[(one, one)] * 5]
+    assert folder.steps(tmp_path, "demo", "weights", "one") == [1, 2, 3, 4, 5, 6]
+    gone = folder.read(line / "2")
+    assert gone is not None
+    assert (gone.batch_id, gone.files) == ("batch-2", {})
+    assert "was trained at step 2" in refuses(tmp_path, order(7, unit_ids=["new", gone.unit_ids[0]]))
+    with pytest.raises(TrainError, match="only its acknowledgement"):
+        folder.part_files(line / "2")
+    assert folder.slim(tmp_path, "demo", "weights", "one", 6) == 0
+
+
+async def test_a_step_that_is_kept_stays_whole(tmp_path: Path, order: Make) -> None:
+    for step in (1, 2, 3):
+        await train(tmp_path, order(step))
+    assert folder.slim(tmp_path, "demo", "weights", "one", 3, {1}) > 0
+    line = tmp_path / "demo" / "weights" / "one"
+    assert [step for step in (1, 2, 3) if (state := folder.read(line / str(step))) and state.files] == [1, 3]
+
+
+async def test_a_line_whose_newest_step_was_removed_says_so(tmp_path: Path, order: Make) -> None:
+    for step in (1, 2):
+        await train(tmp_path, order(step))
+    folder.slim(tmp_path, "demo", "weights", "one", 2)
+    shutil.rmtree(tmp_path / "demo/weights/one/2")
+    with pytest.raises(TrainError, match="gone beyond already; start a new line"):
+        await train(tmp_path, order(2))
+
+
+SLIM = KILL.replace("pass\n", "pass\n        folder.slim(training, 'demo', 'weights', 'one', step)\n")
+
+
+@pytest.mark.parametrize("passing", [1, 2])
+def test_kill_while_a_step_shrinks(tmp_path: Path, passing: int) -> None:
+    """Killed between the smaller acknowledgement and the files that it no longer names: the rerun takes them away."""
+    command = [sys.executable, "-c", SLIM, str(tmp_path), str(Path(__file__).parent)]
+    point = {"REEF_FAILPOINT": f"trainers.slimmed:{passing}"}
+    killed = subprocess.run(command, env=os.environ | point, cwd=os.getcwd())
+    assert killed.returncode == -9
+    line = tmp_path / "demo" / "weights" / "one"
+    assert (line / str(passing) / "optimizer.safetensors").exists()
+    for step in range(1, passing + 2):
+        state = folder.read(line / str(step))
+        assert state is not None
+        folder.verify(line / str(step), state)
+        assert bool(state.files) == (step > passing)
+    assert subprocess.run(command, cwd=os.getcwd()).returncode == 0
+    for step in (1, 2):
+        assert [entry.name for entry in (line / str(step)).iterdir()] == [folder.STATE]
+    newest = folder.read(line / "3")
+    assert newest is not None
+    folder.verify(line / "3", newest)

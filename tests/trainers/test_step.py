@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reef.core.errors import MissingError, TrainError
+from reef.core.errors import DigestError, MissingError, TrainError
 from reef.core.wire import Datum, Step, Stepped
 from reef.engines import Resolver, WeightFiles
 from reef.trainers import folder
@@ -31,6 +32,10 @@ def model(tiny: Path) -> Llama:
 
 def part(done: Stepped, name: str = "adapter_model.safetensors") -> dict[str, torch.Tensor]:
     return load_file(Path(done.folder) / name)
+
+
+def part_name(rank: int) -> str:
+    return "adapter_model.safetensors" if rank else "model.safetensors"
 
 
 def resolver(done: Stepped) -> Resolver:
@@ -56,7 +61,7 @@ def test_the_result_does_not_depend_on_the_split(
             wanted = msgspec.structs.replace(wanted, options=wanted.options | options)
             done = advance(model, training, wanted, base, micro_tokens=tokens)
         results.append(done)
-    name = "model.safetensors" if options.get("rank") == 0 else "adapter_model.safetensors"
+    name = part_name(options.get("rank", 2))
     for other in results[1:]:
         assert largest(part(results[0], name), part(other, name)) < 1e-5
         assert largest(part(results[0], "modules.safetensors"), part(other, "modules.safetensors")) < 1e-5
@@ -140,18 +145,130 @@ def test_a_new_line_takes_the_kept_optimizer_of_its_release(
     old = advance(model, tmp_path, order(2, **changes), base)
     start = {"line": "two", "base_release": "r1", "base_step": 1}
     new = advance(model, tmp_path, order(2, **changes, **start), resolver(first))
-    name = "adapter_model.safetensors" if rank else "model.safetensors"
+    name = part_name(rank)
     assert largest(part(old, name), part(new, name)) == 0
     assert largest(part(old, "optimizer.safetensors"), part(new, "optimizer.safetensors")) == 0
 
 
-def test_a_new_line_without_kept_state_warms_up(model: Llama, tmp_path: Path, order: Make, base: Resolver) -> None:
-    first = advance(model, tmp_path / "a", order(1), base)
-    kept = advance(model, tmp_path / "a", order(2), base)
-    fresh = advance(model, tmp_path / "b", order(2, line="two", base_release="r1", base_step=1), resolver(first))
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_new_line_without_kept_state_warms_up(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, rank: int
+) -> None:
+    """As on a fresh clone: the weights are the release's, the optimizer is new and rises slowly."""
+    name, options = part_name(rank), order().options | {"rank": rank, "learning_rate": 1e-3}
+    first = advance(model, tmp_path / "a", order(1, options=options), base)
+    kept = advance(model, tmp_path / "a", order(2, options=options), base)
+    start = {"line": "two", "base_release": "r1", "base_step": 1, "options": options}
+    fresh = advance(model, tmp_path / "b", order(2, **start), resolver(first))
     state = part(fresh, "optimizer.safetensors")
     assert (int(state["policy.count"]), int(state["policy.warmup"])) == (1, 3)
-    assert 0 < largest(part(fresh), part(first)) < largest(part(kept), part(first))
+    assert 0 < largest(part(fresh, name), part(first, name)) < largest(part(kept, name), part(first, name))
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_rollback_beyond_what_is_kept_warms_up(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, rank: int
+) -> None:
+    """Five releases of one step each; the head and the three before it keep their state, the first does not."""
+    releases: list[Stepped] = []
+    sources: dict[str, Resolver] = {"r0": base}
+    for step in range(1, 6):
+        start = {"line": f"l{step}", "base_release": f"r{step - 1}", "base_step": step - 1}
+        options = order().options | {"rank": rank, "learning_rate": 1e-3}
+        found = sources[f"r{step - 1}"]
+        releases.append(advance(model, tmp_path, order(step, options=options, **start), found))
+        place = tmp_path / "chain" / str(step)  # the chain's copy of the part, which no pruning touches
+        shutil.copytree(releases[-1].folder, place)
+        sources[f"r{step}"] = resolver(Stepped(step=step, folder=str(place), metrics={}, reused=False))
+    folder.prune(tmp_path, "demo", "weights", {(f"l{step}", step) for step in (2, 3, 4, 5)}, None)
+
+    def after(step: int) -> tuple[int, int]:
+        start = {"line": f"back{step}", "base_release": f"r{step}", "base_step": step}
+        wanted = order(step + 1, options=options, unit_ids=[f"n{step}"], **start)
+        state = part(advance(model, tmp_path, wanted, sources[f"r{step}"]), "optimizer.safetensors")
+        return int(state["policy.count"]), int(state["policy.warmup"])
+
+    assert after(1) == (1, 3)
+    assert after(2) == (3, 0)
+    assert after(5) == (6, 0)
+
+
+def test_kept_state_that_is_damaged_is_as_good_as_gone(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver
+) -> None:
+    first = advance(model, tmp_path, order(1), base)
+    kind, files, meta = folder.part_files(Path(first.folder))
+    with (Path(first.folder) / "optimizer.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\xff")
+    wanted = order(2, line="two", base_release="r1", base_step=1)
+    done = advance(model, tmp_path, wanted, lambda _: WeightFiles(kind, files, meta))
+    assert int(part(done, "optimizer.safetensors")["policy.warmup"]) == 3
+
+
+def test_small_steps_of_full_weights_add_up_across_releases(
+    tiny: Path, tmp_path: Path, order: Make, base: Resolver
+) -> None:
+    """Served are bfloat16 weights, which a step of 1e-6 hardly moves. A line that goes on from the kept master does not
+    lose it; one whose master is gone starts from what was served."""
+    model = Llama.load(tiny)
+    assert model.compute == torch.bfloat16
+    options = order().options | {"rank": 0, "learning_rate": 1e-6}
+    first = advance(model, tmp_path, order(1, options=options), base)
+    served = part(first, "model.safetensors")
+    assert {one.dtype for one in served.values()} == {torch.bfloat16}
+    state = part(first, "optimizer.safetensors")
+    master = {name: state[f"master.{name}"] for name in served}
+    assert {one.dtype for one in master.values()} == {torch.float32}
+    assert largest(served, master) > 0  # what rounding would lose
+    assert all(torch.equal(master[name].bfloat16(), served[name]) for name in served)
+    start = {"line": "two", "base_release": "r1", "base_step": 1, "options": options}
+    old = advance(model, tmp_path, order(2, options=options), base)
+    new = advance(model, tmp_path, order(2, **start), resolver(first))
+    assert largest(part(old, "optimizer.safetensors"), part(new, "optimizer.safetensors")) == 0
+    lost = advance(model, tmp_path / "clone", order(2, **start), resolver(first))
+    begun = part(lost, "optimizer.safetensors")
+    moved = max(float((begun[f"master.{name}"] - served[name].float()).abs().max()) for name in served)
+    assert 0 < moved < 1e-6  # a first step that warms up, from the served weights
+
+
+def test_the_forward_of_the_master_is_that_of_the_served_weights(
+    tiny: Path, tmp_path: Path, order: Make, base: Resolver
+) -> None:
+    """To the last bit, in bfloat16: what was sampled from a release is on policy for the master behind it."""
+    model = Llama.load(tiny)
+    done = advance(model, tmp_path, order(1, options=order().options | {"rank": 0}), base)
+    state, served = part(done, "optimizer.safetensors"), part(done, "model.safetensors")
+    master = Llama(model.layout, {name: state[f"master.{name}"] for name in served}, model.compute)
+    with torch.no_grad():
+        for rows in build(order().data, model.layout):
+            hidden = [one.hidden(rows.packed)[rows.predicts] for one in (master, Llama(model.layout, served))]
+            before = model.hidden(rows.packed)[rows.predicts]
+            assert torch.equal(*hidden)
+            assert not torch.equal(hidden[0], before)
+            logprobs = [
+                one.logprobs(each, rows.targets, rows.temperatures)
+                for one, each in zip((master, Llama(model.layout, served)), hidden, strict=True)
+            ]
+            assert torch.equal(*logprobs)
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_weights_of_another_base_are_refused(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, rank: int
+) -> None:
+    """Where a line starts and where it goes on; the batch is not at fault, so it is no TrainError."""
+    options = order().options | {"rank": rank}
+    with pytest.raises(
+        DigestError, match=r"release r0 belongs to the base model tiny \(d{12}\), the trainer has e{12}"
+    ):
+        advance(model, tmp_path, order(options=options), base, digest="e" * 64)
+    assert folder.steps(tmp_path, "demo", "weights", "one") == []
+    advance(model, tmp_path, order(options=options), base, digest="d" * 64)
+    with pytest.raises(DigestError, match="step 1 of line one belongs to the base model tiny"):
+        advance(model, tmp_path, order(2, options=options), base, digest="e" * 64)
+    unknown = WeightFiles("base", {}, {"base": {"name": "fake", "digest": "0" * 64}})
+    advance(model, tmp_path / "other", order(options=options), lambda _: unknown, digest="e" * 64)
 
 
 @pytest.mark.parametrize("name", ["optimizer.safetensors", "modules.safetensors", "adapter_model.safetensors"])
@@ -175,14 +292,19 @@ def test_an_unknown_release(model: Llama, tmp_path: Path, order: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [({"rank": 4}, "rank 2"), ({"alpha": 1.0}, "alpha 4"), ({"rank": 0}, "full weights")],
+    ("rank", "options", "words"),
+    [
+        (2, {"rank": 4}, "rank 2"),
+        (2, {"alpha": 1.0}, "alpha 4"),
+        (2, {"rank": 0}, "are a LoRA, the recipe trains full weights.*set train: lora, or roll back to the base"),
+        (0, {"rank": 2}, "are full ones, the recipe trains a LoRA.*set train: full, or roll back to the base"),
+    ],
 )
 def test_a_recipe_that_does_not_fit_the_release(
-    model: Llama, tmp_path: Path, order: Make, base: Resolver, options: dict[str, Any], words: str
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, rank: int, options: dict[str, Any], words: str
 ) -> None:
-    first = advance(model, tmp_path, order(1), base)
-    wanted = order(2, line="two", base_release="r1", base_step=1, options=order().options | options)
+    first = advance(model, tmp_path, order(1, options=order().options | {"rank": rank}), base)
+    wanted = order(2, line="two", base_release="r1", base_step=1, options=order().options | {"rank": rank} | options)
     with pytest.raises(TrainError, match=words):
         advance(model, tmp_path, wanted, resolver(first))
 
@@ -240,6 +362,7 @@ def test_a_report_that_raises_stops_the_step(model: Llama, tmp_path: Path, order
 def test_rewards_all_alike_move_the_critic_and_are_no_error(
     model: Llama, tmp_path: Path, order: Make, base: Resolver, samples: Samples
 ) -> None:
+    """case 46: no signal is a gradient of zero, which the step says, and no NaN."""
     data = [msgspec.structs.replace(one, reward=0.0) for one in samples(4)]
     done = advance(model, tmp_path, order(data=data), base)
     assert done.metrics["loss"] == 0
@@ -253,6 +376,7 @@ def test_rewards_all_alike_move_the_critic_and_are_no_error(
 def test_a_batch_of_one_is_well_defined(
     model: Llama, tmp_path: Path, order: Make, base: Resolver, samples: Samples, reward: float
 ) -> None:
+    """case 46: a batch of one learns, and from nothing but failures it learns nothing; neither is an error."""
     norms = []
     for step in (1, 2, 3):
         data = [msgspec.structs.replace(samples(1, seed=step)[0], reward=reward, lag=step)]

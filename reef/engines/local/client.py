@@ -4,11 +4,13 @@ Knows: the engine's wire messages and how a chat completion looks as JSON and as
 Does not know: torch, the model, or what the caller does with the bytes.
 
 - Nothing is handed out before the engine has accepted the prompt, so a refusal still has a status of its own.
+- No call waits for ever: an engine that does not begin an answer, load or rate within `patience` is an EngineError.
 - A stream ends with each choice's finish_reason, usage when it was asked for, and the marker; or by an exception.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -28,17 +30,21 @@ from reef.engines.local.tools import Call, Sieve, read_offer
 _JSON = {"content-type": "application/json"}
 _EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 NO_ANSWER = "nothing was drawn: the prompt was only counted"
+PATIENCE = 300.0
 DONE = b"data: [DONE]\n\n"
 M = TypeVar("M", bound=wire.Message)
 
 
 class LocalEngine:
-    """Engine over the socket of the engine process. `model` is the name it is asked for; the process names its own."""
+    """Engine over the socket of the engine process. `model` is the name it is asked for; the process names its own.
+
+    `patience` is in seconds, and long: it is for an engine that hangs, not for one that loads a large model.
+    """
 
     dialects = frozenset({"chat", "count"})
 
-    def __init__(self, socket: Path, *, model: str) -> None:
-        self._client, self._model = Client(socket), model
+    def __init__(self, socket: Path, *, model: str, patience: float = PATIENCE) -> None:
+        self._client, self._model, self._patience = Client(socket), model, patience
 
     async def answer(self, ask: Ask) -> AsyncIterator[Head | Piece | Answer]:
         """Head, Pieces, Answer; see `engines.Engine`. A count is one terminal piece, `{"input_tokens": n}`."""
@@ -53,7 +59,8 @@ class LocalEngine:
         request = wire.Generate(release_id=ask.release_id, body=ask.body, priority=ask.priority)
         try:
             async with contextlib.aclosing(self._client.stream(request)) as messages:  # type: ignore[type-var]
-                begun = await anext(messages)
+                async with asyncio.timeout(self._patience):
+                    begun = await anext(messages)
                 if not isinstance(begun, wire.Begun):
                     raise EngineError(f"the engine began with {type(begun).__name__}")
                 draft = Draft(ask, begun)
@@ -68,6 +75,8 @@ class LocalEngine:
                 yield draft.answer()
         except WireError as error:
             raise EngineError(f"the engine is not reachable: {error.message}") from None
+        except TimeoutError:
+            raise EngineError(f"the engine did not begin an answer within {self._patience:g} s") from None
 
     async def load(self, release_id: str) -> None:
         await self._call(wire.Load(release_id=release_id), wire.Loaded)
@@ -91,7 +100,7 @@ class LocalEngine:
 
     async def _call(self, message: wire.Message, expected: type[M]) -> M:
         try:
-            found = await self._client.call(message)
+            found = await self._client.call(message, timeout=self._patience)
         except WireError as error:
             raise EngineError(f"the engine is not reachable: {error.message}") from None
         if not isinstance(found, expected):

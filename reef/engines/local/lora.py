@@ -4,6 +4,8 @@ Knows: adapter_config.json, low-rank pairs, and which releases are in memory and
 Does not know: what a release is for, or where its files come from (a resolver is handed in).
 
 - A release in use is never evicted; above the limit the least recently used one that is free goes.
+- Releases with the same files (a candidate and its release, a rollback and what it restored) are one set in memory.
+- Sets of full weights are large: room is made before one is loaded, so there are never more than the limit.
 - A release that does not fit the base model is an EngineError that names the mismatch, and changes nothing.
 """
 
@@ -15,7 +17,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,12 @@ from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path
 from reef.engines.local.model import GROUPS, Weights, load_weights
 
 PREFIX = "base_model.model."
+ROOM = 30.0
+"""Seconds that a release with weights of its own waits for one that is in use to become free."""
+NAMES = 64
+"""Ids of one kind that are remembered at most, beside those in use: many may share one set of weights."""
+Source = tuple[tuple[str, str, int, int, int], ...]
+"""Which files a set was read from: name, path, bytes, modification time, inode."""
 log = logging.getLogger(__name__)
 
 
@@ -137,14 +145,15 @@ class Resident:
     release_id: str
     kind: str
     weights: Weights
+    source: Source = field(kw_only=True)  # () for the base
     lora: Lora | None = None
     users: int = 0
     used: int = 0
 
     @property
-    def key(self) -> str:
+    def key(self) -> Source:
         """Under which name cached keys and values can be shared: base releases are all the same weights."""
-        return "base" if self.kind == "base" else self.release_id
+        return self.source
 
 
 class Shelf:
@@ -162,11 +171,13 @@ class Shelf:
         digest: str | None = None,
     ) -> None:
         self._base, self._layout, self._dtype, self._resolve = base, layout, dtype, resolve
-        self._limits = {"lora": loras, "full": full, "base": 64}
+        self._limits = {"lora": loras, "full": full, "base": 1}
         self._digest = digest
         self._residents: dict[str, Resident] = {}
         self._loading: dict[str, asyncio.Task[Resident]] = {}
         self._clock = itertools.count(1)
+        self._filling = asyncio.Lock()  # one set of full weights is loaded at a time
+        self._freed = asyncio.Event()
 
     async def take(self, release_id: str) -> Resident:
         """The release, loaded when it is not resident, held until `give`. MissingError, EngineError."""
@@ -186,6 +197,7 @@ class Shelf:
     def give(self, resident: Resident) -> None:
         resident.users -= 1
         self._trim()
+        self._freed.set()
 
     def ids(self) -> list[str]:
         """Resident releases, least recently used first."""
@@ -200,29 +212,61 @@ class Shelf:
         return done
 
     async def _load(self, release_id: str) -> Resident:
-        found = await asyncio.to_thread(self._read, release_id)
+        files, source = await asyncio.to_thread(self._find, release_id)
+        if files.kind == "full":
+            async with self._filling:
+                found = self._twin(release_id, source)
+                if found is None:
+                    await self._room()
+                    found = await asyncio.to_thread(self._read, release_id, files, source)
+                return self._place(found)
+        found = self._twin(release_id, source)
+        if found is None:
+            found = await asyncio.to_thread(self._read, release_id, files, source)
+        return self._place(found)
+
+    def _place(self, found: Resident) -> Resident:
         found.used = next(self._clock)
-        self._residents[release_id] = found
+        self._residents[found.release_id] = found
         self._trim(keep=found)
         return found
 
-    def _read(self, release_id: str) -> Resident:
+    def _find(self, release_id: str) -> tuple[WeightFiles, Source]:
+        """A release's verified files, and what tells them from others. MissingError, DigestError, EngineError."""
         try:
             files = self._resolve(release_id)
             self._fits(files)
             if files.kind == "base":
-                return Resident(release_id, "base", self._base)
+                return files, ()
+            stats = {name: (path, path.stat()) for name, path in sorted(files.files.items()) if name != "weights.json"}
+            return files, tuple((n, str(p), s.st_size, s.st_mtime_ns, s.st_ino) for n, (p, s) in stats.items())
+        except ReefError:
+            raise
+        except Exception as error:
+            raise _failed(release_id, error) from None
+
+    def _twin(self, release_id: str, source: Source) -> Resident | None:
+        """The same weights under this id, when another release has brought them into memory."""
+        for held in self._residents.values():
+            if held.source == source:
+                return Resident(release_id, held.kind, held.weights, held.lora, source=source)
+        return None
+
+    def _read(self, release_id: str, files: WeightFiles, source: Source) -> Resident:
+        try:
+            if files.kind == "base":
+                return Resident(release_id, "base", self._base, source=source)
             if files.kind == "lora":
-                return Resident(release_id, "lora", self._base, load_lora(files.files, self._layout))
+                return Resident(release_id, "lora", self._base, load_lora(files.files, self._layout), source=source)
             if files.kind == "full":
-                weights = [path for name, path in files.files.items() if name.endswith(".safetensors")]
-                return Resident(release_id, "full", load_weights(weights, self._layout, self._dtype))
+                paths = [path for name, path in files.files.items() if name.endswith(".safetensors")]
+                weights = load_weights(paths, self._layout, self._dtype, finite=True)
+                return Resident(release_id, "full", weights, source=source)
             raise EngineError(f"release {release_id} has weights of unknown kind {files.kind!r}")
         except ReefError:
             raise
         except Exception as error:
-            log.exception("loading release %s failed", release_id)
-            raise EngineError(f"release {release_id} cannot be loaded: {type(error).__name__}: {error}") from None
+            raise _failed(release_id, error) from None
 
     def _fits(self, files: WeightFiles) -> None:
         """A LoRA made for other base weights would load and answer nonsense: digests must agree when both are known."""
@@ -235,9 +279,38 @@ class Shelf:
                 f"runs {self._digest[:12]}. Serve them with the model they were trained on"
             )
 
-    def _trim(self, keep: Resident | None = None) -> None:
+    async def _room(self) -> None:
+        """Make room for one more set of full weights; when all are in use, wait for one to be free. EngineError."""
+        limit = self._limits["full"]
+        try:
+            async with asyncio.timeout(ROOM):
+                while self._trim(full=limit - 1) >= limit:
+                    self._freed.clear()
+                    await self._freed.wait()
+        except TimeoutError:
+            raise EngineError(
+                f"{limit} releases with full weights are in memory and all of them in use; ask again, or allow the "
+                "engine more (its option `full`)"
+            ) from None
+
+    def _trim(self, keep: Resident | None = None, full: int | None = None) -> int:
+        """Forget what is above the limits, least recently used first. Returns how many full sets are left."""
+        left = 0
         for kind, limit in self._limits.items():
-            found = sorted((r for r in self._residents.values() if r.kind == kind), key=lambda r: r.used)
-            free = [resident for resident in found if not resident.users and resident is not keep]
-            for resident in free[: max(0, len(found) - limit)]:
+            most = full if kind == "full" and full is not None else limit
+            found = sorted((each for each in self._residents.values() if each.kind == kind), key=lambda each: each.used)
+            busy = {each.source for each in found if each.users or each is keep}
+            sets = list(dict.fromkeys(each.source for each in reversed(found)))[::-1]  # by the last use of any id
+            gone = set([source for source in sets if source not in busy][: max(0, len(sets) - most)])
+            idle = [each for each in found if not each.users and each is not keep]
+            old = [each for each in idle if each.source not in gone][: max(0, len(found) - NAMES)]
+            for resident in [*(each for each in idle if each.source in gone), *old]:
                 del self._residents[resident.release_id]
+            if kind == "full":
+                left = len(sets) - len(gone)
+        return left
+
+
+def _failed(release_id: str, error: Exception) -> EngineError:
+    log.error("loading release %s failed", release_id, exc_info=error)
+    return EngineError(f"release {release_id} cannot be loaded: {type(error).__name__}: {error}")

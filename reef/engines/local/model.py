@@ -87,8 +87,9 @@ class Weights:
     head: Callable[[Tensor], Tensor]
 
 
-def load_weights(files: Sequence[Path], layout: Layout, dtype: torch.dtype) -> Weights:
-    """Read safetensors in the Hugging Face layout. EngineError names a tensor that is missing or has another shape."""
+def load_weights(files: Sequence[Path], layout: Layout, dtype: torch.dtype, *, finite: bool = False) -> Weights:
+    """Read safetensors in the Hugging Face layout. EngineError names a tensor that is missing, has another shape, or
+    (when `finite` is asked for) a value that is no number."""
     handles: list[Any] = [safe_open(str(path), framework="pt") for path in files]
     place = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (not a dict)
     packed, shapes = packs(dtype), layout.shapes()
@@ -99,7 +100,9 @@ def load_weights(files: Sequence[Path], layout: Layout, dtype: torch.dtype) -> W
         found: Tensor = place[name].get_tensor(name)
         if tuple(found.shape) != shapes[name]:
             raise EngineError(f"the weights' {name} is {tuple(found.shape)}; this model needs {shapes[name]}")
-        return found.to(dtype)
+        if finite and not bool(torch.isfinite(found).all()):
+            raise EngineError(f"the weights' {name} has values that are not finite")
+        return found.to(dtype, copy=True)  # not a view of the file, which may be cut off while we answer from it
 
     def fused(layer: int, group: str) -> Callable[[Tensor], Tensor]:
         parts = [get(linear_path(layer, name) + ".weight") for name in GROUPS[group]]

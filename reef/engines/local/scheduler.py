@@ -6,7 +6,8 @@ Does not know: chat bodies, sockets, or how releases are found. Events go to `de
 
 - A step computes one token of each running job and a bounded number of prompt tokens, so that a long prompt never holds
   up running answers for more than one chunk.
-- Live jobs (priority 0) go first; all others together use at most their share of the slots.
+- Live jobs (priority 0) go first; all others together use at most their share of the slots, and while an answer to
+  somebody live is under way at most TURN of the time.
 - A cancelled job is out before the next step. A failed step fails its own jobs and nothing else.
 """
 
@@ -17,6 +18,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,13 +26,16 @@ import torch
 from torch import Tensor
 
 from reef.core.errors import EngineError, ReefError
-from reef.engines.local.lora import Lora, Resident
+from reef.engines.local.lora import Lora, Resident, Source
 from reef.engines.local.model import Model, Run, Work
 from reef.engines.local.sample import Draw, Drawn, sample
 from reef.engines.local.text import Stream, Text
 
 CHUNK = 128  # a prompt is computed in chunks that end at multiples of this, whoever else is running
 BUSY, IDLE = 128, 512  # most prompt tokens in a step, with and without answers running
+TURN = 0.3  # of the time, for what is not live while something live runs: live answers take half as long again at most
+MEASURE = 8  # steps with both, after which one of live jobs alone is measured again
+DEBT = 0.5  # seconds that either side may be ahead, so that a long chunk or a pause is not paid for ever after
 WORTH = 16  # a shared beginning shorter than this is not worth looking for
 log = logging.getLogger(__name__)
 
@@ -106,7 +111,7 @@ class Slot:
 
     ids: list[int] = field(default_factory=list)
     length: int = 0
-    key: str = ""
+    key: Source | None = None
     job: Job | None = None
 
 
@@ -120,8 +125,13 @@ class Scheduler:
         deliver: Callable[[list[tuple[Job, Event]]], None],
         *,
         share: float = 0.5,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model, self._text, self._deliver = model, text, deliver
+        self._clock = clock
+        self._owed = 0.0  # seconds that jobs which are not live may still take beside live ones
+        self._alone = math.inf  # seconds of a usual step with live jobs only; not measured yet
+        self._together = 0  # steps with both since the last measurement
         self._ends = frozenset(model.layout.ends)
         self._slots = [Slot() for _ in range(model.cache.slots)]
         self._share = max(1, int(share * len(self._slots)))
@@ -179,7 +189,11 @@ class Scheduler:
         """Drop, admit, compute, tell. One pass of the model over everything that is running, per weight set."""
         self._drop()
         self._admit()
-        for jobs in self._plan():
+        live = any(job.priority == 0 for job in self._running)
+        lower = any(job.priority > 0 for job in self._running)
+        both = live and lower and self._owed >= 0 and math.isfinite(self._alone) and self._together < MEASURE
+        began = self._clock()
+        for jobs in self._plan(lower=not live or both):
             try:
                 self._compute(jobs)
             except Exception as error:  # out of memory, a bug: these jobs fail, the engine goes on
@@ -187,9 +201,23 @@ class Scheduler:
                 for job, _ in jobs:
                     self._slots[job.slot].length = 0
                     self._end(job, Failed(EngineError(f"the engine failed: {type(error).__name__}: {error}")))
+        if live and lower:
+            self._account(self._clock() - began, both)
+        else:
+            self._owed = 0.0
         if self._events:
             events, self._events = self._events, []
             self._deliver(events)
+
+    def _account(self, seconds: float, both: bool) -> None:
+        """Who used a step's time when live jobs and others run: what a step of live jobs alone would not have taken."""
+        if not both:
+            usual = self._alone if math.isfinite(self._alone) else seconds
+            self._alone, self._together = usual + 0.2 * (seconds - usual), 0
+        mine = min(seconds, self._alone) if both else seconds
+        self._together += both
+        self._owed += mine * TURN / (1 - TURN) - (seconds - mine)
+        self._owed = min(DEBT, max(-DEBT, self._owed))
 
     # --- who runs -----------------------------------------------------------------------------------------------------
 
@@ -245,23 +273,26 @@ class Scheduler:
 
     # --- what a step computes -----------------------------------------------------------------------------------------
 
-    def _plan(self) -> list[list[tuple[Job, int]]]:
-        """(job, number of tokens) for this step, by weight set: decode rows in order of slots, then prompt chunks."""
-        decode = sorted((job for job in self._running if job.left == 1 and not job.rating), key=lambda job: job.slot)
+    def _plan(self, *, lower: bool = True) -> list[list[tuple[Job, int]]]:
+        """(job, number of tokens) for this step, by weight set: decode rows in order of slots, then prompt chunks.
+
+        Without `lower`, live jobs only."""
+        running = [job for job in self._running if lower or job.priority == 0]
+        decode = sorted((job for job in running if job.left == 1 and not job.rating), key=lambda job: job.slot)
         plan = [(job, 1) for job in decode]
-        chunks = [job for job in self._running if job.left > 1 or job.rating]
+        chunks = [job for job in running if job.left > 1 or job.rating]
         # A few answers can wait a little longer for many prompts; many answers are not held up for a few prompts.
         budget = min(IDLE, BUSY * max(1, len(chunks) // len(decode))) if decode else IDLE
         # What is not live gets short steps: a live request that comes now must not find a long one under way.
-        lower = BUSY // 2 if any(job.priority == 0 for job in self._running) else BUSY
+        rest = BUSY // 2 if any(job.priority == 0 for job in running) else BUSY
         for job in sorted(chunks, key=lambda job: (job.priority, job.order)):
             count = min(job.left, CHUNK - job.done % CHUNK)
             if count > budget:
                 break
             if job.priority > 0:
-                if lower <= 0:
+                if rest <= 0:
                     break
-                lower -= count  # below zero for one chunk, so that the longest one has its turn as well
+                rest -= count  # below zero for one chunk, so that the longest one has its turn as well
             budget -= count
             plan.append((job, count))
         sets: dict[int, list[tuple[Job, int]]] = {}

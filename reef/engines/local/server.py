@@ -24,7 +24,7 @@ class Options:
     context: int = 8192  # tokens of one prompt and its answer
     threads: int | None = None
     loras: int = 8  # LoRA releases resident at once
-    full: int = 2  # releases with weights of their own resident at once
+    full: int = 2  # sets of full weights resident at once, beside the base: 1 can only swap while nobody asks
     share: float = 0.5  # part of the slots that evaluation may use
     queue: int = 1024  # waiting answers before more are refused
     max_tokens: int = 256  # of an answer whose request names no limit: it ends within seconds on a laptop

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import random
 import signal
@@ -24,11 +25,11 @@ from pathlib import Path
 import torch
 
 from reef.core import rpc, wire
-from reef.core.errors import ContextError, InputError, LimitError
+from reef.core.errors import ContextError, EngineError, InputError, LimitError
 from reef.engines import Resolver
 from reef.engines.local.chat import Chat, parse
 from reef.engines.local.layout import check, weight_files
-from reef.engines.local.lora import Shelf
+from reef.engines.local.lora import Resident, Shelf
 from reef.engines.local.model import DTYPES, Model, load_weights
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored
@@ -128,7 +129,7 @@ class Service:
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Sampled):
-                    yield self._delta(choice, event, message.release_id, chat)
+                    yield self._delta(choice, event, resident.release_id, chat)
                 elif isinstance(event, Ended):
                     left -= 1
                     yield wire.Finished(choice=choice, finish_reason=event.reason)
@@ -184,9 +185,24 @@ class Service:
 
     async def _load(self, message: wire.Load) -> wire.Message:
         started = asyncio.get_running_loop().time()
-        self._shelf.give(await self._shelf.take(message.release_id))
+        resident = await self._shelf.take(message.release_id)
+        try:
+            await self._probe(resident)
+        finally:
+            self._shelf.give(resident)
         seconds = asyncio.get_running_loop().time() - started
         return wire.Loaded(release_id=message.release_id, seconds=seconds, resident=self._shelf.ids())
+
+    async def _probe(self, resident: Resident) -> None:
+        """One token through the weights, ahead of evaluations: what is loaded answers. EngineError when it does not."""
+        future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        job = Job([0, 1], resident, 0, _into(future), start=1)
+        try:
+            self._scheduler.submit([job])
+            if not math.isfinite(sum(await future)):
+                raise EngineError(f"release {resident.release_id} gives values that are not finite")
+        finally:
+            self._scheduler.cancel(job)
 
     async def _rate(self, message: wire.Rate) -> wire.Message:
         self._check_rate(message)

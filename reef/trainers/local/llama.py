@@ -6,7 +6,8 @@ Does not know: losses, optimizers, files of a release, sampling.
 - Linears run on the real tokens only (no padding); attention on right-padded rows, where causality hides the padding.
 - A prefix that all sequences of a micro-batch share (a system message) is computed once. Its keys and values are
   broadcast, so values and gradients are those of computing it in every sequence.
-- Master weights that learn are float32; matrix products run in `compute` (bfloat16 or float32).
+- Master weights that learn are float32. Every use rounds them to `compute` (bfloat16 or float32) first, so a forward of
+  the master is exactly that of the weights as they are served.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Llama:
     def hidden(self, packed: Packed, lora: Lora | None = None) -> Tensor:
         """Hidden states [N, d] in float32, after the final norm."""
         layout = self.layout
-        x = F.embedding(packed.ids, self.weights["model.embed_tokens.weight"]).float()
+        x = F.embedding(packed.ids, self.weights["model.embed_tokens.weight"]).to(self.compute).float()
         cosine, sine = self._rotary(packed.positions)
         mask = _mask(packed, layout.heads // layout.kv_heads)
         for layer in range(layout.layers):
@@ -196,7 +197,7 @@ class Llama:
         return torch.addmm(y, F.linear(x, a.to(self.compute)), b.to(self.compute).t(), alpha=lora.scale)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (self.layout.hidden,), self.weights[name].float(), self.layout.epsilon)
+        return F.rms_norm(x, (self.layout.hidden,), self.weights[name].to(self.compute).float(), self.layout.epsilon)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * frequencies(self.layout)

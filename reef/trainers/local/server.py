@@ -37,12 +37,14 @@ class _Stopped(Exception):
 
 
 class Trainer:
-    """Answers Step and Ping. `folder` is the base model's, HF-shaped; `training` the training folder."""
+    """Answers Step and Ping. `folder` is the base model's, HF-shaped, `digest` the sha256 of its weights; `training` is
+    the training folder."""
 
-    def __init__(self, folder: Path, training: Path, resolve: Resolver) -> None:
+    def __init__(self, folder: Path, training: Path, resolve: Resolver, digest: str | None = None) -> None:
         self._folder = folder
         self._training = training
         self._resolve = resolve
+        self._digest = digest
         self._turn = asyncio.Lock()
         self._model: Llama | None = None
 
@@ -97,7 +99,7 @@ class Trainer:
             if self._model is None:
                 report("load", 0, 1)
                 self._model = Llama.load(self._folder)
-            return advance(self._model, self._training, order, self._resolve, report=report)
+            return advance(self._model, self._training, order, self._resolve, report=report, digest=self._digest)
         except (ReefError, _Stopped):
             raise
         except Exception as error:
@@ -107,7 +109,7 @@ class Trainer:
             raise TrainError(f"{type(error).__name__}: {error}") from error
 
 
-def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver) -> None:
+def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver, digest: str | None = None) -> None:
     """Serve until SIGTERM. A step in the making is left: its line's last finished step is what counts."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads would starve the engine
     steps.sweep(training)
@@ -116,7 +118,7 @@ def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        server = await rpc.serve(listener, Trainer(folder, training, resolve).answer)
+        server = await rpc.serve(listener, Trainer(folder, training, resolve, digest).answer)
         await stop.wait()
         server.close()
 

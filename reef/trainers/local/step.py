@@ -7,11 +7,15 @@ Does not know: sockets, queues, what a method's loss means, whether the result w
 - Nothing is kept between steps but the base model: each step reads its parent's verified files, so a restart is no
   special case.
 - A loss or gradient that is not finite is a TrainError and nothing is written.
+- Full weights have a float32 master beside the optimizer; the part holds them rounded, as they are served. A line goes
+  on from the master of the release it starts at, or, where that is gone, from what was served.
+- Weights of another base model are a DigestError, here and in the engine: no batch is at fault.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reef.core.disk import sha256
-from reef.core.errors import MissingError, TrainError
+from reef.core.errors import DigestError, MissingError, TrainError
 from reef.core.load import load
 from reef.core.wire import Step, Stepped
 from reef.engines import Resolver, WeightFiles
@@ -37,6 +41,8 @@ from reef.trainers.local.rows import MICRO_TOKENS, build
 BETAS = (0.5, 0.9)
 """Of the modules' optimizers. With few updates a step, the usual momentum leaves a critic behind the policy it judges
 (measured: a critic loss of 0.47 at a mean score of 0.91, whose variance is 0.09), and every success looks like news."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -92,14 +98,16 @@ def advance(
     *,
     report: folder.Report = lambda stage, done, total: None,
     micro_tokens: int = MICRO_TOKENS,
+    digest: str | None = None,
 ) -> Stepped:
-    """Make the step an order asks for, or answer it from disk. `model` is the base, unchanged afterwards."""
+    """Make the step an order asks for, or answer it from disk. `model` is the base, unchanged afterwards, and `digest`
+    the sha256 of its weights: what was made for another base is refused."""
     if (done := folder.answered(training, order)) is not None:
         return done
     began = time.monotonic()
     report("open", 0, 1)
     objective: Objective = load(order.objective, what="objective")(**order.options)
-    working = _open(model, training, order, resolve, objective)
+    working = _open(model, training, order, resolve, objective, digest)
     batch = build(order.data, model.layout, tokens=micro_tokens)
     context = Passes(working)
 
@@ -123,7 +131,9 @@ def advance(
     return folder.write(training, order, kind, files, metrics)
 
 
-def _open(model: Llama, training: Path, order: Step, resolve: Resolver, objective: Objective) -> Working:
+def _open(
+    model: Llama, training: Path, order: Step, resolve: Resolver, objective: Objective, digest: str | None
+) -> Working:
     """The working copy at `order.step - 1`: from the line's own last step, else from the release it starts at."""
     if order.step > order.base_step + 1:
         place = folder.path(training, order.scenario, order.part, order.line, order.step - 1)
@@ -131,7 +141,10 @@ def _open(model: Llama, training: Path, order: Step, resolve: Resolver, objectiv
         if state is None:
             raise TrainError(f"line {order.line} has no step {order.step - 1} to continue from; start a new line")
         folder.verify(place, state)
+        if not state.files:
+            raise TrainError(f"step {order.step - 1} of line {order.line} was gone beyond already; start a new line")
         kind, files, meta = folder.part_files(place, check=False)
+        _same_base(f"step {order.step - 1} of line {order.line}", meta, digest)
         working = _working(model, objective, WeightFiles(kind, files, meta))
         _restore(working, place)
         return working
@@ -139,6 +152,7 @@ def _open(model: Llama, training: Path, order: Step, resolve: Resolver, objectiv
         source = resolve(order.base_release)
     except MissingError:
         raise TrainError(f"release {order.base_release} is not in the chain; start the line from one that is") from None
+    _same_base(f"release {order.base_release}", source.meta, digest)
     working = _working(model, objective, source)
     if kept := _kept(training, order, source):
         _restore(working, kept)
@@ -148,15 +162,32 @@ def _open(model: Llama, training: Path, order: Step, resolve: Resolver, objectiv
 
 
 def _kept(training: Path, order: Step, source: WeightFiles) -> Path | None:
-    """The training folder that a release came from, if its optimizer state is still there and whole."""
+    """The training folder that a release came from, if its optimizer state is still there and whole. One that is
+    damaged is as good as gone: the weights are the release's own."""
     name = "adapter_model.safetensors" if source.kind == "lora" else "model.safetensors"
     if source.kind == "base" or name not in source.files:
         return None
     digest = sha256(source.files[name])
     found = folder.find(training, order.scenario, order.part, order.base_step, name, digest)
-    if found is not None and (state := folder.read(found)) is not None:
+    if found is None or (state := folder.read(found)) is None:
+        return None
+    try:
         folder.verify(found, state)
+    except TrainError as error:
+        log.warning("a fresh optimizer for line %s: %s", order.line, error.message)
+        return None
     return found
+
+
+def _same_base(what: str, meta: Mapping[str, Any], digest: str | None) -> None:
+    """Weights hold for one base model. An unknown digest (none, or all zeros) is believed to be the right one."""
+    base = meta.get("base") or {}
+    made = str(base.get("digest") or "")
+    if digest and made.strip("0") and made != digest:
+        raise DigestError(
+            f"{what} belongs to the base model {base.get('name') or 'unknown'} ({made[:12]}), the trainer has "
+            f"{digest[:12]}; serve the model that the scenario was made with, or start a new scenario"
+        )
 
 
 def _working(model: Llama, objective: Objective, source: WeightFiles) -> Working:
@@ -180,7 +211,10 @@ def _working(model: Llama, objective: Objective, source: WeightFiles) -> Working
         lora = Lora.load(model, load_file(source.files["adapter_model.safetensors"]), plan.rank, plan.alpha)
         parameters = lora.parameters()
     else:
-        raise TrainError("the weights are full ones, the recipe trains a LoRA; set rank: 0 to go on with full weights")
+        raise TrainError(
+            "the weights are full ones, the recipe trains a LoRA, which goes on from the base "
+            "or from a LoRA only; set train: full, or roll back to the base"
+        )
     made = dict(objective.modules(model))
     return Working(
         model=policy,
@@ -200,7 +234,10 @@ def _working(model: Llama, objective: Objective, source: WeightFiles) -> Working
 def _full(model: Llama, source: WeightFiles) -> dict[str, Tensor]:
     """Float32 master weights of every parameter."""
     if source.kind == "lora":
-        raise TrainError("the weights are a LoRA, the recipe trains full weights; start a new scenario for rank: 0")
+        raise TrainError(
+            "the weights are a LoRA, the recipe trains full weights, which go on from the base "
+            "or from full weights only; set train: lora, or roll back to the base"
+        )
     weights: Mapping[str, Tensor] = model.weights
     if source.kind == "full":
         weights = load_file(source.files["model.safetensors"])
