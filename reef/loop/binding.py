@@ -16,16 +16,28 @@ from typing import Any, Literal
 from reef.core.nouns import PartName, Release
 from reef.engines import Engine
 from reef.evaluation import Evaluator
+from reef.evaluation.book import Book
+from reef.experience.holdout import Holdout
 from reef.experience.pool import Pool
 from reef.experience.units import SIGNALS, Signal
 from reef.loop.ledger import Ledger
 from reef.recipe import Recipe
 from reef.records import RecordStore
 from reef.records.board import Board
+from reef.records.journal import Journal
 from reef.releases import ReleaseChain
 from reef.trainers import Trainer
 
-State = Literal["waiting", "training", "evaluating", "publishing", "failed"]
+State = Literal["waiting", "training", "evaluating", "publishing", "failed", "blocked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """What happens when live reports say that a release is worse than the one before it; see `watch`."""
+
+    action: Literal["rollback", "tell", "off"] = "rollback"
+    reports: int = 300  # scored reports on the new release that are compared, at most
+    alpha: float = 0.05  # the chance of a false alarm for one release
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class Binding:
     evaluate_every: int = 1  # steps between two looks
     patience: int = 3  # looks until "undecided" counts as reject
     mode: Literal["auto", "review"] = "auto"
+    watching: Watching = field(default_factory=Watching)
+    holdout: Holdout | None = None  # which prompts never train; None: all may
 
     def bound(self, part: PartName) -> int | None:
         """The largest lag a sample may have; None for a part whose samples do not age."""
@@ -64,6 +78,8 @@ class Tools:
     ledger: Ledger
     trainer: Trainer
     training: Path  # the folder of step folders
+    journal: Journal
+    book: Book | None = None  # where failures become tasks; None: nowhere
 
     async def head(self, scenario: str) -> Release | None:
         return await asyncio.to_thread(self.chain.head, scenario)
@@ -89,6 +105,7 @@ class Work:
     timings: dict[str, float] = field(default_factory=dict)
     last: dict[str, Any] | None = None
     error: str | None = None
+    blocked: str | None = None  # what a person must do before it learns on
     failures: int = 0
     rest_until: float = 0.0  # monotonic seconds: not before
 
@@ -97,7 +114,8 @@ class Work:
         """From what the ledger knows."""
         name = binding.scenario
         cursor = tools.ledger.cursor(name, part)
-        pool = Pool(name, part, binding.signals(part), lambda unit: tools.ledger.settled(name, part, unit), cursor)
+        settled, signals = (lambda unit: tools.ledger.settled(name, part, unit)), binding.signals(part)
+        pool = Pool(name, part, signals, settled, cursor, binding.holdout)
         work = cls(name, part, pool, cursor, batch_size=getattr(binding.recipes[part], "batch_size", None))
         work.count(tools.ledger)
         newest = tools.ledger.metrics(name, part)
@@ -124,7 +142,8 @@ class Work:
         self.rest_until = time.monotonic() + min(longest, 0.25 * 2**self.failures)
 
     def well(self) -> None:
-        self.failures, self.error, self.state, self.progress = 0, None, "waiting", None
+        self.failures, self.error, self.progress = 0, None, None
+        self.state = "blocked" if self.blocked else "waiting"
 
     def shown(self) -> dict[str, Any]:
         """For people and the status page."""
@@ -143,7 +162,7 @@ class Work:
             "metrics": dict(self.metrics),
             "progress": list(self.progress) if self.progress else None,
             "last": self.last,
-            "error": self.error,
+            "error": self.error or self.blocked,
         }
 
 

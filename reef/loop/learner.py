@@ -12,20 +12,26 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from reef.core import rpc
-from reef.core.errors import ReefError, WireError
+from reef.core.errors import MissingError, ReefError, StoreError, WireError
 from reef.core.nouns import PartName
 from reef.core.wire import Done, Look, Looked, Message, Ping, Pong, Wake
+from reef.loop import failures, tell
 from reef.loop.binding import Binding, Tools, Work
+from reef.loop.gain import Scales
+from reef.loop.hook import Webhook
 from reef.loop.recover import recover
 from reef.loop.update import LONGEST_REST, activate, update_once
+from reef.loop.watch import Vigil
 from reef.recipe import Recipe
 
 POLL = 0.25
 """Seconds between two looks at the event log of a scenario that nobody wakes."""
+SLOW = 1.0
+"""The same for what goes on beside learning."""
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +46,7 @@ class Learner:
         *,
         names: Callable[[], Iterable[str]] | None = None,
         poll: float = POLL,
+        webhook: Webhook | None = None,
     ) -> None:
         self._tools = tools
         self._bindings = bindings
@@ -47,6 +54,9 @@ class Learner:
         self._poll = poll
         self._stop = asyncio.Event()
         self._seats: dict[str, _Seat] = {}
+        self._unlisted = False  # whether that the scenarios cannot be listed was said
+        self._hook = webhook
+        self._sending = _Round("webhook", webhook.look, min(SLOW, 4 * poll)) if webhook is not None else None
 
     async def run(self, listener: socket.socket) -> None:
         """Learn, and answer Wake, Look and Ping on `listener`, until SIGTERM or `stop`.
@@ -56,6 +66,8 @@ class Learner:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not in the main thread: a test
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop)
         server = await rpc.serve(listener, self.answer)
+        if self._sending is not None:
+            self._sending.sit()
         try:
             while not self._stop.is_set():
                 self._discover()
@@ -63,9 +75,8 @@ class Learner:
                     await asyncio.wait_for(self._stop.wait(), self._poll)
         finally:
             server.close()
-            tasks = [seat.task for seat in self._seats.values() if seat.task is not None]
-            for task in tasks:
-                task.cancel()
+            tasks = [task for seat in self._seats.values() for task in seat.leave()]
+            tasks += self._sending.leave() if self._sending is not None else []
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self) -> None:
@@ -76,7 +87,7 @@ class Learner:
         if scenario not in self._seats:
             self._discover()
         if (seat := self._seats.get(scenario)) is not None:
-            seat.called.set()
+            seat.call()
 
     def look(self, scenario: str | None = None) -> dict[str, dict[str, Any]]:
         """What the learner of each scenario (or of one) is doing."""
@@ -90,66 +101,124 @@ class Learner:
             self.wake(message.scenario)
             return Done()
         if isinstance(message, Look):
-            return Looked(scenarios=self.look(message.scenario))
+            return Looked(scenarios=self.look(message.scenario), webhook=self._hooked())
         if isinstance(message, Ping):
             return Pong(pid=os.getpid(), kind="learner", detail={"scenarios": len(self._seats)})
         raise WireError(f"a learner does not answer {type(message).__name__}")
+
+    def _hooked(self) -> dict[str, Any] | None:
+        if self._hook is None:
+            return None
+        return self._hook.shown() | {"error": self._sending.error if self._sending else None}
 
     def _discover(self) -> None:
         """A seat for each scenario there is; none for one that was archived."""
         try:
             names = set(self._names())
         except ReefError as error:
-            log.warning("the scenarios cannot be listed now: %s", error)
+            if not self._unlisted:  # it is tried again many times a minute
+                log.warning("the scenarios cannot be listed now: %s", error)
+            self._unlisted = True
             return
+        self._unlisted = False
         for name in names - self._seats.keys():
             seat = self._seats[name] = _Seat(self._tools, self._bindings, name, self._poll)
-            seat.task = asyncio.create_task(seat.follow(), name=f"learner {name}")
+            seat.sit()
         for name in self._seats.keys() - names:
-            task = self._seats.pop(name).task
-            if task is not None:
-                task.cancel()
+            self._seats.pop(name).leave()
 
 
-class _Seat:
-    """The learner's place for one scenario."""
+class _Round:
+    """Something that is done for a scenario again and again. When it fails it rests, longer each time, and `trouble`
+    (which may block) is told what was said and how often in a row."""
 
-    def __init__(self, tools: Tools, bindings: Callable[[str], Binding], name: str, poll: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], Awaitable[bool]],
+        poll: float,
+        trouble: Callable[[str, int], None] = lambda said, failures: None,
+    ) -> None:
+        self.name = name
+        self._trouble = trouble
         self.called = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
-        self._tools = tools
-        self._bindings = bindings
-        self._name = name
-        self._poll = poll
-        self._works: dict[PartName, Work] = {}
-        self._recipes: dict[PartName, Recipe] = {}
-        self._error: str | None = None
+        self.error: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._turn, self._poll = turn, poll
         self._failures = 0
 
-    async def follow(self) -> None:
+    def sit(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name=f"learner {self.name}")
+
+    def leave(self) -> list[asyncio.Task[None]]:
+        """Cancel what is going on; returns what to wait for."""
+        if self._task is None:
+            return []
+        self._task.cancel()
+        return [self._task]
+
+    async def _follow(self) -> None:
         while True:
             self.called.clear()
             wait = self._poll
             try:
                 if await self._turn():
                     wait = 0.0
-                self._failures, self._error = 0, None
+                self._failures, self.error = 0, None
             except Exception as error:
                 self._failures += 1
                 wait = min(LONGEST_REST, 0.25 * 2**self._failures)
                 said, known = str(error) or type(error).__name__, isinstance(error, ReefError)
-                if said != self._error:  # once, not at each try: it may last for days
+                if isinstance(error, MissingError) and self._failures == 1:
+                    said = ""  # a scenario that is just being made has no release for a moment: the next look tells
+                elif said != self.error:  # once, not at each try: it may last for days
                     level = logging.WARNING if known else logging.ERROR
-                    log.log(level, "%s: %s", self._name, said, exc_info=not known)
-                self._error = said
+                    log.log(level, "%s: %s", self.name, said, exc_info=not known)
+                self.error = said or None
+                with contextlib.suppress(StoreError):  # the store may be the trouble
+                    await asyncio.to_thread(self._trouble, said, self._failures)
             if wait:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.called.wait(), wait)
             else:
                 await asyncio.sleep(0)
 
-    async def _turn(self) -> bool:
-        binding = self._bindings(self._name)
+
+class _Seat:
+    """The learner's place for one scenario: it learns, and beside that, never waiting for it, watches and measures."""
+
+    def __init__(self, tools: Tools, bindings: Callable[[str], Binding], name: str, poll: float) -> None:
+        self._tools = tools
+        self._bindings = bindings
+        self._name = name
+        self._works: dict[PartName, Work] = {}
+        self._recipes: dict[PartName, Recipe] = {}
+        self._binding: Binding | None = None  # as it last could be had
+        self._vigil: Vigil | None = None
+        self._scales = Scales(tools)
+        slow = min(SLOW, 4 * poll)
+        self._learning = _Round(name, self._learn, poll, self._told("learner"))
+        self._watching = _Round(f"{name}: the watch", self._watch, slow, self._told("watch"))
+        self._measuring = _Round(f"{name}: measuring again", self._measure, slow)
+        self._rounds = (self._learning, self._watching, self._measuring)
+
+    def _told(self, what: str) -> Callable[[str, int], None]:
+        return lambda said, failures: tell.trouble(self._tools, self._name, what, said, failures)
+
+    def sit(self) -> None:
+        for one in self._rounds:
+            one.sit()
+
+    def call(self) -> None:
+        for one in self._rounds:
+            one.called.set()
+
+    def leave(self) -> list[asyncio.Task[None]]:
+        """Cancel what is going on; returns what to wait for."""
+        return [task for one in self._rounds for task in one.leave()]
+
+    async def _learn(self) -> bool:
+        binding = self._binding = self._bindings(self._name)
         if not binding.recipes:
             await activate(self._tools, binding)
             return False
@@ -160,8 +229,23 @@ class _Seat:
                 self._recipes[part] = binding.recipes[part]
         return await update_once(self._tools, binding, self._works)
 
+    async def _watch(self) -> bool:
+        if self._binding is None:
+            return False
+        if self._vigil is None or self._vigil.rule != self._binding.watching:
+            self._vigil = Vigil(self._tools, self._name, self._binding.watching)
+        more = await failures.asked(self._tools, self._name)
+        return await self._vigil.look() or more
+
+    async def _measure(self) -> bool:
+        return self._binding is not None and await self._scales.look(self._binding)
+
     def shown(self) -> dict[str, Any]:
         shown: dict[str, Any] = {"parts": {part: work.shown() for part, work in self._works.items()}}
-        if self._error is not None:
-            shown["error"] = self._error
+        if self._vigil is not None:
+            shown["watch"] = self._vigil.shown()
+            if self._watching.error is not None:
+                shown["watch"]["error"] = self._watching.error
+        if self._learning.error is not None:
+            shown["error"] = self._learning.error
         return shown

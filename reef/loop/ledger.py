@@ -11,25 +11,22 @@ and chain restore who was trained (`recover.py`).
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from reef.core.errors import MissingError, StoreError
+from reef.core import damage
+from reef.core.database import Database
+from reef.core.errors import MissingError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Evaluation, PartName
 from reef.core.wire import Step
 from reef.experience.units import Drop
-
-log = logging.getLogger(__name__)
 
 MIGRATIONS = (
     """
@@ -53,12 +50,17 @@ MIGRATIONS = (
     );
     CREATE INDEX looks_of ON looks (scenario, part, line);
     """,
+    """
+    CREATE INDEX looks_release ON looks (release) WHERE release IS NOT NULL;
+    CREATE INDEX looks_candidate ON looks (candidate) WHERE candidate IS NOT NULL;
+    CREATE INDEX looks_at ON looks (scenario, at)
+    """,
 )
 """Each is run once, in order, under a lock. Never edit one that was released: add another."""
 
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
 Ruling = Literal["accept", "reject", "undecided", "hold"]
+Reader = PartName | Literal["reports", "webhook"]
+"""Who has a cursor: a part's pool and the reader of what reports ask for (event log), and the webhook (journal)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,70 +94,33 @@ class Look:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Move a damaged file away, with what belongs to it, so that a fresh one can begin. Returns where it is now.
-
-    Only for the one process that writes the file, before it opens it. Reads the whole file: some ms for each MB.
-    """
-    if (wrong := _damage(path)) is None:
-        return None
-    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}")
-    try:
-        for ending in ("-wal", "-shm", ""):  # the file itself last: cut short, the next start goes on from here
-            with contextlib.suppress(FileNotFoundError):
-                path.with_name(path.name + ending).rename(aside.with_name(aside.name + ending))
-    except OSError as error:
-        raise StoreError(
-            f"{path} is damaged ({wrong}) and cannot be moved away ({error.strerror}); remove it"
-        ) from None
-    log.error(
-        "%s is damaged (%s); it is kept as %s, and learning goes on from the chain and the training folders",
-        path, wrong, aside.name,
-    )  # fmt: skip
-    return aside
+    """Move a damaged file away; see `damage.set_aside`."""
+    return damage.set_aside(path, "learning goes on from the chain and the training folders")
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a file; None when it is sound, missing, or cannot be looked at (`Ledger` says why)."""
-    try:
-        with path.open("rb") as file:
-            if file.read(16) not in (b"", b"SQLite format 3\0"):
-                return "it is not a database"
-        # Read-only, so that closing it does not fold its -wal into a damaged file.
-        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30.0)) as base:
-            said = str(base.execute("PRAGMA quick_check(1)").fetchone()[0])
-        return None if said == "ok" else said
-    except sqlite3.Error as error:
-        return str(error) if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE else None
-    except OSError:
-        return None
-
-
-class Ledger:
+class Ledger(Database):
     """Used from one thread. Readers in other processes open their own."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._base = sqlite3.connect(path, isolation_level=None, timeout=30.0)
-            self._base.execute("PRAGMA journal_mode=WAL")
-            self._base.execute("PRAGMA synchronous=FULL")
-            self._base.execute("PRAGMA secure_delete=ON")  # a settled order's tokens are gone from the file
-            self._migrate()
-        except sqlite3.Error as error:
-            raise StoreError(f"{path} cannot be opened ({error}); check permissions and free space") from None
-
-    def close(self) -> None:
-        self._base.close()
+        super().__init__(path, MIGRATIONS)
 
     # --- units --------------------------------------------------------------------------------------------------------
 
-    def cursor(self, scenario: str, part: PartName) -> int:
+    def cursor(self, scenario: str, part: Reader) -> int:
         """Every event up to here is settled."""
         rows = self._read("SELECT place FROM cursors WHERE scenario=? AND part=?", scenario, part)
         return int(rows[0][0]) if rows else 0
 
-    def advance(self, scenario: str, part: PartName, cursor: int) -> None:
+    def furthest(self) -> tuple[int, int]:
+        """The last event and the last act that any reader is done with."""
+        rows = self._read("SELECT part = 'webhook', max(place) FROM cursors GROUP BY 1")
+        found = {bool(webhook): int(place) for webhook, place in rows}
+        return found.get(False, 0), max(0, found.get(True, 0) - 1)
+
+    def advance(self, scenario: str, part: Reader, cursor: int) -> None:
         with self._writing():
             self._advance(scenario, part, cursor)
+            failpoint("loop.in_advance")
 
     def settled(self, scenario: str, part: PartName, unit: str) -> str | None:
         """The report that settled this unit (empty: not known which); None when nothing did."""
@@ -180,8 +145,10 @@ class Ledger:
     def fate(self, scenario: str, unit: str) -> list[tuple[str, str, str, str | None, int | None]]:
         """(part, report, fate, line, step) of one unit: why it trained, or did not."""
         rows = self._read(
-            "SELECT part, report, fate, line, step FROM fates WHERE scenario=? AND unit=?", scenario, unit
-        )
+            "SELECT part, report, fate, line, step FROM fates WHERE scenario=? AND part IN ('weights', 'harness')"
+            " AND unit=?",  # the parts are named so that the primary key finds it
+            scenario, unit,
+        )  # fmt: skip
         return [(str(a), str(b), str(c), d, e) for a, b, c, d, e in rows]
 
     # --- orders and steps ---------------------------------------------------------------------------------------------
@@ -259,6 +226,13 @@ class Ledger:
         )  # fmt: skip
         return [(str(line), int(step), json.loads(metrics), float(at)) for line, step, metrics, at in rows]
 
+    def idle(self, scenario: str, part: PartName, line: str) -> frozenset[int]:
+        """The steps of a line that changed nothing: their gradient was exactly zero."""
+        rows = self._read(
+            "SELECT step, metrics FROM steps WHERE scenario=? AND part=? AND line=?", scenario, part, line
+        )
+        return frozenset(int(step) for step, metrics in rows if json.loads(metrics).get("grad_norm") == 0)
+
     # --- looks --------------------------------------------------------------------------------------------------------
 
     def audit(self, look: Look) -> None:
@@ -275,6 +249,7 @@ class Ledger:
                     look.at or time.time(), look.scenario, look.part, look.line, look.step, look.look, look.verdict,
                 ),
             )  # fmt: skip
+            failpoint("loop.in_audit")
 
     def overrule(self, scenario: str, candidate: str, actor: str, reason: str) -> Look:
         """A person turns a held candidate down: its line ends, the next begins from the head. MissingError when no
@@ -322,42 +297,7 @@ class Ledger:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._base.execute("COMMIT")
-            except BaseException:
-                if self._base.in_transaction:
-                    self._base.execute("ROLLBACK")
-                raise
-        except sqlite3.Error as error:
-            raise StoreError(f"learn.db cannot be written ({error}); check free space and permissions") from None
-
-    def _read(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
-        try:
-            return self._base.execute(sql, values).fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"learn.db cannot be read ({error}); restore it, or move it away and restart") from None
-
-    def _migrate(self) -> None:
-        self._base.execute("BEGIN IMMEDIATE")
-        try:
-            done = int(self._base.execute("PRAGMA user_version").fetchone()[0])
-            if done > len(MIGRATIONS):
-                raise StoreError("learn.db was written by a newer Reef; use that version, or a fresh state folder")
-            for number, script in enumerate(MIGRATIONS[done:], done + 1):
-                for statement in script.split(";"):
-                    self._base.execute(statement)
-                self._base.execute(f"PRAGMA user_version={number}")
-            self._base.execute("COMMIT")
-        except BaseException:
-            self._base.execute("ROLLBACK")
-            raise
-
-    def _advance(self, scenario: str, part: PartName, cursor: int) -> None:
+    def _advance(self, scenario: str, part: Reader, cursor: int) -> None:
         self._base.execute(
             "INSERT INTO cursors VALUES (?,?,?) ON CONFLICT DO UPDATE SET place=max(place, excluded.place)",
             (scenario, part, cursor),

@@ -31,10 +31,17 @@ class Line:
     looks: int  # undecided ones so far
     looked: int  # the step of the last of them; base_step when there was none
     held: bool  # a candidate of it waits for a person
+    idle: frozenset[int] = frozenset()  # its steps that changed nothing
+
+    @property
+    def age(self) -> int:
+        """`step` without the idle ones: what the staleness of a sample is counted by."""
+        return self.step - len(self.idle)
 
     def due(self, every: int) -> bool:
-        """Whether the gate should look at the line before it goes on."""
-        return not self.held and self.step > self.looked and (self.step - self.base_step) % every == 0
+        """Whether the gate should look at the line before it goes on. What changed nothing is not worth a look."""
+        moved = any(step not in self.idle for step in range(self.looked + 1, self.step + 1))
+        return not self.held and moved and (self.step - self.base_step) % every == 0
 
 
 def root(get: Callable[[str], Release], head: Release, part: PartName) -> Release:
@@ -62,7 +69,8 @@ def find(ledger: Ledger, training: Path, scenario: str, part: PartName, base: Re
     undecided = [look.step for look in looks if look.verdict == "undecided"]
     step = max(folder.steps(training, scenario, part, name), default=base_step)
     held = any(look.verdict == "hold" for look in looks)
-    return Line(name, part, base, base_step, step, len(undecided), max(undecided, default=base_step), held)
+    looked, idle = max(undecided, default=base_step), ledger.idle(scenario, part, name)
+    return Line(name, part, base, base_step, step, len(undecided), looked, held, idle)
 
 
 def _same(release: Release, parent: Release, part: PartName) -> bool:

@@ -4,6 +4,7 @@ Knows: which durable thing is believed over which (folders and chain over the le
 Does not know: how to serve; the first line of every update aligns the board with the head.
 
 - A step folder says which units were trained, and its order is done. A release says so too, for lines long forgotten.
+- What the journal was not told of any more is told.
 - Drafts of harness steps are removed here; those of weights steps belong to the trainer, which may be at work on one.
 """
 
@@ -14,6 +15,7 @@ import shutil
 
 from reef.core.failpoint import failpoint
 from reef.core.nouns import PartName, Release
+from reef.loop import tell
 from reef.loop.binding import Tools
 from reef.loop.ledger import Look
 from reef.trainers import folder
@@ -30,6 +32,7 @@ async def recover(tools: Tools, scenario: str, part: PartName) -> None:
     failpoint("loop.in_recover")
     for release in await _unknown(tools, scenario, part):
         _from_release(tools, scenario, part, release)
+    await tell.missed(tools, scenario)
 
 
 def _from_folders(tools: Tools, scenario: str, part: PartName) -> None:
@@ -55,7 +58,7 @@ async def _unknown(tools: Tools, scenario: str, part: PartName) -> list[Release]
     before: str | None = None
     while page := await asyncio.to_thread(tools.chain.history, scenario, PAGE, before):
         for release in page:
-            if release.operation == "publish" and _made(release, part):
+            if release.operation in ("publish", "promote") and _made(release, part):
                 if tools.ledger.knows(scenario, release.id):
                     return found[::-1]
                 found.append(release)
@@ -78,6 +81,6 @@ def _from_release(tools: Tools, scenario: str, part: PartName, release: Release)
         Look(
             scenario, part, line, step, looks, "accept", reason,
             release.evaluation.candidate_id if release.evaluation else None, release.id, release.evaluation,
-            at=release.created_at,
+            actor=release.actor, at=release.created_at,
         )
     )  # fmt: skip

@@ -11,7 +11,8 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -23,7 +24,11 @@ from reef.harness import tree
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Order
 from reef.loop.line import Line
+from reef.recipe import Recipe
 from reef.trainers import folder
+
+TRAINS: Final = {"lora": "a LoRA", "full": "full weights"}
+"""What a weights recipe may say that it trains (its field `train`), as people read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,24 @@ class Unmade:
 
     fate: str | None
     why: str
+
+
+def unfit(training: Path, recipe: Recipe, head: Release, line: Line) -> str | None:
+    """Why a recipe that says what it trains cannot go on from the line's weights. Asked before units are taken: every
+    batch would fail alike."""
+    train = getattr(recipe, "train", None)
+    if line.part != "weights" or train not in TRAINS:
+        return None
+    kind, where = head.parts["weights"].kind, f"release {head.seq}"
+    if line.step > line.base_step:
+        state = folder.read(folder.path(training, head.scenario, line.part, line.name, line.step))
+        kind, where = state.kind if state is not None else train, f"line {line.name}, which is not decided,"
+    if kind in (train, "base"):
+        return None
+    return (
+        f"{where} has {TRAINS.get(kind, kind)} and the recipe trains {TRAINS[train]}, so reports wait: set train: "
+        f"{kind}, or roll back to the base (reef rollback 0)"
+    )
 
 
 def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:

@@ -12,24 +12,27 @@ Does not know: losses, guards, models, git, HTTP: each is behind the seam it is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from reef.core.errors import ReefError, StaleHead, TrainError
+from reef.core.errors import ReefError, StaleHead, StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release, Unit
+from reef.evaluation import check
 from reef.experience.lag import judge
 from reef.experience.units import Drop
 from reef.harness import tree
+from reef.loop import tell
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Look, Order, Ruling
 from reef.loop.line import Line, find, root
-from reef.loop.step import Unmade, edit, order, train
+from reef.loop.step import Unmade, edit, order, train, unfit
 from reef.releases import Draft, NewPart
-from reef.scenario.serving import align
+from reef.scenario.serving import align, keep_pin, whole
 from reef.trainers import folder
 
 TRIES: Final = 3
@@ -63,24 +66,33 @@ async def update_once(tools: Tools, binding: Binding, works: Mapping[PartName, W
                 logging.WARNING if known else logging.ERROR, "%s %s: %s", binding.scenario, part, error,
                 exc_info=None if known else error,
             )  # fmt: skip
+            with contextlib.suppress(StoreError):  # the disk may be the trouble
+                await asyncio.to_thread(tell.trouble, tools, binding.scenario, part, work.error or "", work.failures)
     return moved
 
 
 async def activate(tools: Tools, binding: Binding) -> Release | None:
     """Serve the chain's head: the engine loads and probes it, then the board flips. None: there is no chain yet.
 
-    Does nothing when it is served already, so every update begins with it; that repairs what a crash left.
+    Does nothing when it is served already, so every update begins with it; that repairs what a crash left. A release
+    that was on its way when a pin came is taken back.
     """
-    head = await tools.head(binding.scenario)
+    before = tools.board.get(binding.scenario)
+    head = await asyncio.to_thread(keep_pin, binding.scenario, tools.chain, tools.board)
+    head = head or await tools.head(binding.scenario)
     if head is None:
         return None
     serving = tools.board.get(binding.scenario)
     if serving is None or serving.release_id != head.id:
+        await asyncio.to_thread(whole, tools.chain, head)  # the engine need not read every part
         await binding.engine.load(head.id)
         failpoint("loop.before_flip")
         await asyncio.to_thread(align, binding.scenario, tools.chain, tools.board)
         failpoint("loop.after_flip")
         head = await tools.head(binding.scenario)
+    if before is None or head is None or before.release_id != head.id:
+        await asyncio.to_thread(tell.releases, tools, binding.scenario)
+        failpoint("loop.after_tell")
     return head
 
 
@@ -98,12 +110,14 @@ class _Update:
         head = await activate(self.tools, self.binding)
         if head is None:
             return False
+        if self.work.failures:  # the last update did not end: perhaps before it told what it did
+            await tell.missed(self.tools, self.work.scenario)
         line = await self._line(head)
         asked = ledger.order(self.work.scenario, self.work.part)  # an order given before a crash or a failure
         if asked is not None:
             await self.work.pool.read(self.tools.store)
         elif not line.held and not line.due(every):
-            batch = await self._batch(head, line)  # 1, 2
+            batch = await self._batch(head, line) if await self._fits(head, line) else None  # 1, 2
             asked = self._reserve(batch, line) if batch is not None else None
         if asked is not None:
             await self._advance(asked, head, line)  # 3
@@ -116,6 +130,18 @@ class _Update:
 
     # --- 1, 2: experience and batch -----------------------------------------------------------------------------------
 
+    async def _fits(self, head: Release, line: Line) -> bool:
+        """Whether a step can be made from these weights. If not, the units wait for a person; the status says why."""
+        work, tools, before = self.work, self.tools, self.work.blocked
+        work.blocked = await asyncio.to_thread(unfit, tools.training, self.binding.recipes[work.part], head, line)
+        if work.blocked is None:
+            return True
+        await work.pool.read(tools.store)
+        if work.blocked != before:
+            log.warning("%s: %s", work.scenario, work.blocked)
+            await asyncio.to_thread(tell.trouble, tools, work.scenario, work.part, work.blocked, tell.TROUBLE)
+        return False
+
     async def _batch(self, head: Release, line: Line) -> Batch | None:
         """The units to learn from next, as the recipe chooses them among those that are ready and fresh."""
         work, pool = self.work, self.work.pool
@@ -123,7 +149,7 @@ class _Update:
         units = pool.units()
         bound = self.binding.bound(work.part)
         if bound is not None and units:
-            lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.step, units, bound)
+            lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.age, units, bound)
             fresh: list[Unit] = []
             for unit in units:
                 lag = lags[unit.id]
@@ -191,7 +217,7 @@ class _Update:
                 raise  # the surroundings' fault, not the batch's
             if tools.ledger.retry(order) < ATTEMPTS:
                 raise
-            made = self._give_up(order, error)
+            made = await self._give_up(order, error)
         if isinstance(made, Unmade):
             log.info("%s %s: step %d of line %s: %s", work.scenario, work.part, step.step, step.line, made.why)
             if made.fate is None:
@@ -205,6 +231,8 @@ class _Update:
         self._settle(order, "trained", work.metrics)
         work.step = step.step
         work.timings = {"waiting": order.waited, "training": time.monotonic() - began}
+        if work.part == "weights":
+            await self._slim(step.line, step.step)
 
     def _settle(self, order: Order, fate: str, metrics: Mapping[str, float]) -> None:
         """The order is done; its units met this fate."""
@@ -218,13 +246,15 @@ class _Update:
         else:
             work.dropped[fate] = work.dropped.get(fate, 0) + count
 
-    def _give_up(self, order: Order, error: Exception) -> Unmade:
+    async def _give_up(self, order: Order, error: Exception) -> Unmade:
         """A step that fails again and again: its units never train, and the line goes back to the head."""
         work, step = self.work, order.message
         said = error.message if isinstance(error, ReefError) else f"{type(error).__name__}: {error}"
         reason = f"training failed {ATTEMPTS} times: {said}"
-        self.tools.ledger.audit(Look(work.scenario, work.part, step.line, step.step, 0, "reject", reason))
+        look = Look(work.scenario, work.part, step.line, step.step, 0, "reject", reason)
+        self.tools.ledger.audit(look)
         failpoint("loop.before_give_up")
+        await asyncio.to_thread(tell.ruling, self.tools, look)
         return Unmade("failed", reason)
 
     # --- 4, 5, 6: gate, publish, activate -----------------------------------------------------------------------------
@@ -241,13 +271,15 @@ class _Update:
             draft = replace(draft, base=head.id, step=step, consumed=consumed)
             candidate = await asyncio.to_thread(tools.chain.publish, work.scenario, draft, None)
             failpoint("loop.after_candidate")
-            evaluation = await self.binding.evaluator.evaluate(candidate, head, line.looks + 1)
+            evaluation = await self._evaluate(candidate, head, line)
             failpoint("loop.after_evaluate")
             work.timings["gate"] = time.monotonic() - began
-            ruling, evaluation = self._rule(evaluation, line)
+            ruling, evaluation = await self._rule(evaluation, line)
             if ruling != "accept":
-                self._audit(line, ruling, evaluation, candidate)
+                look = self._audit(line, ruling, evaluation, candidate)
                 failpoint("loop.after_audit")
+                await asyncio.to_thread(tell.ruling, tools, look)
+                failpoint("loop.after_ruling")
                 if ruling == "reject":
                     await self._forget()
                 return
@@ -268,6 +300,13 @@ class _Update:
             failpoint("loop.after_audit")
             await self._serve(look)
             return
+
+    async def _evaluate(self, candidate: Release, head: Release, line: Line) -> Evaluation:
+        """What the policy says of a candidate that the engine holds; one that it cannot load is rejected unseen, also
+        by a policy that looks at nothing."""
+        if (broken := await check.load(self.binding.engine, candidate.id)) is not None:
+            return Evaluation("loads", "reject", f"Rejected: {broken.note}", candidate.id, head.id, (broken,))
+        return await self.binding.evaluator.evaluate(candidate, head, line.looks + 1)
 
     async def _draft(self, line: Line) -> Draft:
         """The line's newest step as a candidate; base, step and the other parts' cursors are the head's."""
@@ -291,11 +330,16 @@ class _Update:
             consumed={work.part: Consumed(state.cursor, units)},
         )
 
-    def _rule(self, evaluation: Evaluation, line: Line) -> tuple[Ruling, Evaluation]:
-        """What follows from a verdict: patience ends, and a scenario in review holds what it would accept."""
+    async def _rule(self, evaluation: Evaluation, line: Line) -> tuple[Ruling, Evaluation]:
+        """What follows from a verdict: patience ends, and what is pinned or in review holds what it would accept."""
         evaluation = replace(evaluation, looks=line.looks + 1)
-        if evaluation.verdict == "accept" and self.binding.mode == "review":
-            return "hold", evaluation
+        if evaluation.verdict == "accept":
+            if (pin := await asyncio.to_thread(self.tools.journal.pinned, self.work.scenario)) is not None:
+                said = f": {pin.reason}" if pin.reason else ""
+                held = f"held, because {pin.actor} pinned the scenario to {pin.release_id[:12]}{said}"
+                return "hold", replace(evaluation, reason=f"{evaluation.reason} ({held})")
+            if self.binding.mode == "review":
+                return "hold", evaluation
         if evaluation.verdict == "undecided" and evaluation.looks >= self.binding.patience:
             reason = f"{evaluation.reason} (still undecided after {evaluation.looks} looks)"
             return "reject", replace(evaluation, verdict="reject", reason=reason)
@@ -332,6 +376,14 @@ class _Update:
         keep = {(release.line, release.step) for release in recent if release.line is not None}
         await asyncio.to_thread(folder.prune, tools.training, work.scenario, work.part, keep, None)
         failpoint("loop.after_prune")
+
+    async def _slim(self, line: str, step: int) -> None:
+        """Earlier steps of the line are not needed any more, but for one that a person made the head."""
+        work, tools = self.work, self.tools
+        head = await tools.head(work.scenario)
+        keep = {head.step} if head is not None and head.line == line else set()
+        await asyncio.to_thread(folder.slim, tools.training, work.scenario, work.part, line, step, keep)
+        failpoint("loop.after_slim")
 
     async def _line(self, head: Release) -> Line:
         base = await asyncio.to_thread(root, self.tools.chain.get, head, self.work.part)

@@ -39,7 +39,8 @@ class Recipe(Protocol):
         """The units to learn from next, or None when there are too few. `units` are ready, fresh and not yet used."""
 
     def objective(self) -> Objective:
-        """For part `weights`: the loss that a step minimises."""
+        """For part `weights`: the loss that a step minimises. A recipe with a field `train` (`lora` or `full`) is not
+        given units while what is served is of the other kind."""
 
     def propose(self, batch: Batch, tree: Sequence[Entry]) -> Sequence[Mutation]:
         """For part `harness`: the edit this batch suggests; empty when it suggests none."""

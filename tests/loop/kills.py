@@ -26,14 +26,20 @@ import msgspec
 from reef.core import failpoint
 from reef.core.nouns import Batch, Candidate, Evaluation, Release, Timing, Unit
 from reef.core.wire import Progress, Step, Stepped
-from reef.loop import update
-from reef.loop.binding import Work
+from reef.evaluation.policies import Gain
+from reef.harness import tree
+from reef.loop import failures, update
+from reef.loop.binding import Watching, Work
+from reef.loop.gain import Scales
+from reef.loop.watch import Vigil
+from reef.releases import Draft, NewPart
 from reef.scenario.serving import rollback
 from reef.trainers import folder
 from reef.trainers.fake import FakeTrainer
 from tests.loop.kit import NAME, Rules, Score, World, record, report
 
 SCORED, LATER, LIVES = 10, 4, 400
+LIKED, SPOILT = 20, 12
 
 
 class Doom(dict[str, int]):
@@ -42,11 +48,16 @@ class Doom(dict[str, int]):
     def __init__(self, place: Path, seed: int, budget: int) -> None:
         super().__init__()
         self.place, self.seed, self.budget = place, seed, budget
+        seen = place.with_name("seen.json")
+        self.seen = set(json.loads(seen.read_text())) if seen.exists() else set()
         self.killed = Counter(json.loads(place.read_text())) if place.exists() else Counter()
         self.chance = random.Random(seed * 1000 + self.killed.total())
 
     def __contains__(self, name: object) -> bool:
         assert isinstance(name, str)
+        if name not in self.seen:
+            self.seen.add(name)
+            (self.place.parent / "seen.json").write_text(json.dumps(sorted(self.seen)))
         if self.killed[name] < self.budget and (self.seed == 0 or self.chance.random() < 0.25):
             self.killed[name] += 1
             self.place.write_text(json.dumps(self.killed))
@@ -97,6 +108,9 @@ class Judge:
         verdict: Any = lines.get(number, {}).get(candidate.step, "accept") if changed == "weights" else "accept"
         return Evaluation("scripted", verdict, f"always {verdict} here", candidate.id, incumbent.id)
 
+    async def remeasure(self, release: Release, before: Release) -> Gain:
+        return Gain(0.1, 0.05, 0.15, 20, True)
+
 
 async def prepare(place: Path) -> None:
     world = await World(place).open()
@@ -108,6 +122,7 @@ async def prepare(place: Path) -> None:
     await world.store.append(record(99, base, untrainable="a tool was called"))
     await world.store.append(report(99, f"{99:032x}", f"{0:032x}", score=0.0, feedback="Be brief and kind."))
     await world.store.append(late)
+    (place / "began").write_text(str(time.time()))
     await world.store.append(report(98, late.id, feedback="Answer in one word."))
     await world.close()
 
@@ -130,11 +145,43 @@ async def live(place: Path, *, back: bool) -> list[str]:
             await world.store.append(report(number, f"{number:032x}", score=1.0, created_at=0.0))
         marker.touch()
         await world.settle()
+    await spoil(world)
+    await world.settle()
+    watch, scales = Vigil(world.tools, NAME, Watching()), Scales(world.tools)
+    while await watch.look():
+        await world.settle()
+    await scales.look(world.binding)
+    await failures.asked(world.tools, NAME)
     wrong = [*check(world, back=back)]
     if (place / "failures").exists():
         wrong += (place / "failures").read_text().splitlines()
     await world.close()
     return wrong
+
+
+async def spoil(world: World) -> None:
+    """Somebody publishes rules that users do not like."""
+    marker = world.folder / "spoilt"
+    if marker.exists():
+        return
+    if world.head.reason != "bad":
+        await Scales(world.tools).look(world.binding)  # the last release of the learner's own
+        data = tree.write((tree.Entry("bad", "rules", {"text": "Be rude."}),))
+        parts: Any = {"harness": NewPart("tree", {tree.FILE: data})}
+        draft = Draft("publish", parts, base=world.head.id, step=world.head.step, actor="ada", reason="bad")
+        world.chain.publish(NAME, draft, world.head.id)
+    bad = world.head
+    assert bad.parent is not None
+    began = float((world.folder / "began").read_text())
+    for number in range(200, 200 + LIKED + SPOILT):
+        liked = number < 200 + LIKED
+        answer = record(number, bad.parent if liked else bad.id, timing=Timing(began), untrainable="a tool was called")
+        told: Any = {"promote": True} if number == 200 else None
+        await world.store.append(answer)
+        await world.store.append(
+            report(number, answer.id, score=float(liked), created_at=began + number / 1000, metadata=told)
+        )
+    marker.touch()
 
 
 def check(world: World, *, back: bool) -> Iterator[str]:
@@ -156,7 +203,7 @@ def check(world: World, *, back: bool) -> Iterator[str]:
                 yield f"{state.part} {unit} was trained at {state.line} {state.step}; the ledger says {fates}"
     weights, harness = world.ledger.fates(NAME, "weights"), world.ledger.fates(NAME, "harness")
     # The reports 99 quote answer 0 too: a duplicate for weights, a unit of its own for the harness.
-    if weights != {"trained": SCORED + LATER * back, "untrainable": 1, "duplicate": 1}:
+    if weights != {"trained": SCORED + LATER * back, "untrainable": 1 + LIKED + SPOILT, "duplicate": 1}:
         yield f"the fates of weights units are {weights}"
     if harness != {"trained": 3}:
         yield f"the fates of harness units are {harness}"
@@ -168,24 +215,46 @@ def check(world: World, *, back: bool) -> Iterator[str]:
     if [release.seq for release in history] != list(range(len(history)))[::-1]:
         yield "the chain is not linear"
     operations = Counter(release.operation for release in history)
-    if operations != Counter({"create": 1, "publish": 6} | ({"publish": 7, "rollback": 1} if back else {})):
+    if operations != Counter({"create": 1, "publish": 7 + back, "rollback": 1 + back}):
         yield f"the chain has {operations}"
     if (head.step, len(steps)) != ((2, 10) if back else (4, 8)):
         yield f"the head is at step {head.step}; {len(steps)} steps were made"
     accepted = [look.release for look in world.ledger.looks(NAME) if look.verdict == "accept"]
-    published = [release.id for release in history if release.operation == "publish"]
+    published = [release.id for release in history if release.operation == "publish" and release.actor == "learner"]
     if sorted(accepted, key=str) != sorted(published):
         yield f"{len(accepted)} looks accepted, {len(published)} releases were published"
     named = Counter(unit for release in history for part in release.consumed.values() for unit in part.units)
     if doubles := [unit for unit, times in named.items() if times > 2]:  # weights and harness may share one
         yield f"releases name {doubles} again"
+    yield from untold(world, history)
+
+
+def untold(world: World, history: Sequence[Release]) -> Iterator[str]:
+    """What the journal lacks, or has twice."""
+    acts = world.journal.after(0, 1000)
+    for kind, operation in (("create", "create"), ("release", "publish"), ("rollback", "rollback")):
+        told = [act.ref for act in acts if act.kind == kind]
+        if told != [release.id for release in history[::-1] if release.operation == operation]:
+            yield f"of {operation} the journal has {told}"
+    rejected = [look.candidate for look in world.ledger.looks(NAME)[::-1] if look.verdict == "reject"]
+    if (told := [act.ref for act in acts if act.kind == "reject"]) != rejected:
+        yield f"of rejections the journal has {told}, the ledger {rejected}"
+    (head, bad), alarms = history[:2], [act for act in acts if act.kind == "alarm"]
+    if (head.actor, head.base, bad.reason) != ("watch", bad.parent, "bad") or [act.ref for act in alarms] != [bad.id]:
+        yield f"the watch gave {alarms} and the head is {head}"
+    if (told := [act.ref for act in acts if act.kind == "measure"]) != [bad.parent]:
+        yield f"measured again were {told}"
+    failed = {one.receipt for one in world.book.failures(NAME)}
+    if f"{200:032x}" not in failed or len(failed) < 8:
+        yield f"{len(failed)} failures became tasks"
 
 
 def states(place: Path) -> list[Path]:
     """Every step folder that ever was durable: those in place, and what pruning removed (only its state is kept)."""
     found = {}
     for root in (place / "graves", place / "training"):
-        found |= {state.parent.relative_to(root): state.parent for state in root.glob("*/*/*/*/state.json")}
+        whole = (state.parent for state in root.glob("*/*/*/[0-9]*/state.json"))  # a draft is none
+        found |= {place.relative_to(root): place for place in whole}
     return list(found.values())
 
 
@@ -242,7 +311,10 @@ def main() -> None:
         os.waitpid(made, 0)
     wrong = json.loads((place / "wrong.json").read_text()) if (place / "wrong.json").exists() else ["it never ended"]
     kills = json.loads((place / "kills.json").read_text()) if (place / "kills.json").exists() else {}
-    print(json.dumps({"kills": kills, "lives": lives, "wrong": wrong, "seconds": time.monotonic() - began}))
+    seen = json.loads((place / "seen.json").read_text()) if (place / "seen.json").exists() else []
+    print(
+        json.dumps({"kills": kills, "seen": seen, "lives": lives, "wrong": wrong, "seconds": time.monotonic() - began})
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from reef.core.nouns import (
     Verdict,
 )
 from reef.engines.fake import FakeEngine
+from reef.evaluation.book import Book
+from reef.harness import tree
 from reef.harness.tree import Entry, Mutation
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Ledger
@@ -34,10 +36,11 @@ from reef.loop.recover import recover
 from reef.loop.update import update_once
 from reef.recipe import Objective
 from reef.records.board import Board
+from reef.records.journal import Journal
 from reef.records.sqlite import SqliteStore
-from reef.releases import NewPart
+from reef.releases import Draft, NewPart
 from reef.releases.chain import GitChain
-from reef.scenario.serving import ensure
+from reef.scenario.serving import align, ensure
 from reef.trainers.fake import FakeTrainer
 
 META = {"base": {"name": "fake", "digest": "0" * 64}, "kind": "base", "rank": None, "alpha": None}
@@ -133,12 +136,17 @@ class World:
         self.ledger = Ledger(self.folder / "learn.db")
         self.training = self.folder / "training"
         self.trainer = FakeTrainer(self.training)
-        self.tools = Tools(self.store, self.chain, self.board, self.ledger, self.trainer, self.training)
+        self.journal = Journal(self.board)
+        self.book = Book(self.folder / "gate.db")
+        self.tools = Tools(
+            self.store, self.chain, self.board, self.ledger, self.trainer, self.training, self.journal, self.book
+        )
         self.works = {}
         return self
 
     async def close(self) -> None:
         self.ledger.close()
+        self.book.close()
         self.board.close()
         await self.store.close()
 
@@ -169,16 +177,28 @@ class World:
                 return done
         raise AssertionError("the learner never came to rest")
 
-    async def say(self, count: int = 1, *, release: str | None = None, **fields: Any) -> list[str]:
+    async def say(
+        self, count: int = 1, *, release: str | None = None, session: str | None = None, **fields: Any
+    ) -> list[str]:
         """Store answers of a release (the served one) with one report each; returns the receipts."""
         receipts = []
         for _ in range(count):
-            made = record(self.made, release or self.head.id)
+            made = record(self.made, release or self.head.id, session=session)
             await self.store.append(made)
             await self.store.append(report(self.made, made.id, **({"score": 1.0} | fields)))
             receipts.append(made.id)
             self.made += 1
         return receipts
+
+    def note(self, text: str = "Stay calm.", operation: Any = "publish") -> Release:
+        """Somebody publishes rules, and they are served."""
+        data = tree.write((tree.Entry(f"note-{self.head.seq}", "rules", {"text": text}),))
+        draft = Draft(
+            operation, {"harness": NewPart("tree", {tree.FILE: data})}, base=self.head.id, step=self.head.step
+        )
+        made = self.chain.publish(NAME, draft, self.head.id)
+        align(NAME, self.chain, self.board)
+        return made
 
 
 def record(number: int, release: str, **fields: Any) -> Record:

@@ -15,25 +15,32 @@ from typing import Any
 
 import pytest
 
-from reef.core.errors import ConfigError, WireError
+from reef.core.errors import ConfigError, EngineError, MissingError, WireError
+from reef.core.nouns import Release
 from reef.core.rpc import Client
-from reef.core.wire import Done, Load, Look, Looked, Ping, Pong, Wake
+from reef.core.wire import Done, Load, Look, Looked, Ping, Pong, Progress, Step, Stepped, Wake
+from reef.evaluation.policies import Gain
 from reef.loop.binding import Binding
+from reef.loop.hook import Webhook
 from reef.loop.learner import Learner
 from reef.scenario.serving import ensure
-from tests.loop.kit import BASE, NAME, World, record, report
+from tests.loop.kit import BASE, NAME, Scripted, World, record, report
 
 
 class House:
     """A learner behind its socket, and a client of it."""
 
-    def __init__(self, world: World, folder: Path, poll: float = 0.05) -> None:
-        self.world, self.path, self.poll = world, folder / "learner.sock", poll
+    def __init__(self, world: World, folder: Path, poll: float = 0.05, hook: Webhook | None = None) -> None:
+        folder.mkdir(exist_ok=True)
+        self.world, self.path, self.poll, self.hook = world, folder / "learner.sock", poll, hook
         self.broken: set[str] = set()
+        self.unmade: set[str] = set()
         self.bound: list[str] = []
 
     def binding(self, name: str) -> Binding:
         self.bound.append(name)
+        if name in self.unmade:
+            raise MissingError(f"{name} has no release yet")
         if name in self.broken:
             raise ConfigError(f"{name} is bound to a recipe that is not there")
         return replace(self.world.binding, scenario=name)
@@ -42,7 +49,7 @@ class House:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
         listener.listen()
-        self.learner = Learner(self.world.tools, self.binding, poll=self.poll)
+        self.learner = Learner(self.world.tools, self.binding, poll=self.poll, webhook=self.hook)
         self.task = asyncio.create_task(self.learner.run(listener))
         self.client = Client(self.path)
         return self
@@ -143,9 +150,28 @@ async def test_one_scenarios_trouble_is_its_own(house: House, caplog: pytest.Log
     await asyncio.sleep(0.5)
     assert house.bound.count("broken") - tried <= 2  # it rests longer each time
     assert caplog.text.count("is bound to a recipe that is not there") == 1, "said once, however often it is tried"
+    await until(lambda: [act for act in world.journal.after(0) if act.kind == "trouble"], 30.0)
+    (told,) = [act for act in world.journal.after(0) if act.kind == "trouble"]
+    assert (told.scenario, told.detail, told.reason) == (
+        "broken", {"part": "learner", "failures": 3}, "broken is bound to a recipe that is not there",
+    )  # fmt: skip
     house.broken.clear()
     await house.client.call(Wake(scenario="broken"), timeout=5)
     await until(lambda: "error" not in house.learner.look()["broken"])
+
+
+async def test_a_scenario_that_is_just_being_made_is_no_trouble(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    """Its row comes before its release: the first look may fall between; what lasts is told by the second."""
+    house.unmade |= {"soon", "never"}
+    for name in ("soon", "never"):
+        house.world.board.create_scenario(name, {})
+    await until(lambda: {"soon", "never"} <= set(house.bound))
+    house.unmade.discard("soon")
+    ensure("soon", house.world.chain, house.world.board, BASE, None)
+    await until(lambda: house.bound.count("soon") > 2 and house.learner.look()["never"].get("error"))
+    assert "error" not in house.learner.look()["soon"]
+    assert "soon has no release yet" not in caplog.text
+    assert caplog.text.count("never has no release yet") == 1
 
 
 async def test_a_changed_recipe_takes_over(house: House) -> None:
@@ -187,3 +213,81 @@ async def test_sigterm_ends_it_in_the_middle_of_a_step(tmp_path: Path) -> None:
     await world.open()
     await world.settle()
     assert (world.head.seq, world.ledger.fates(NAME, "weights")) == (1, {"trained": 2})
+
+
+async def test_the_watch_does_not_wait_for_a_step(house: House) -> None:
+    """A step that takes for ever, and users who hate what is served: it is taken back all the same."""
+    world = house.world
+    before = world.head
+    world.trainer._delay = 60.0
+    await world.say(20, score=1.0)
+    await until(lambda: world.trainer.orders)
+    world.note("Be rude.")
+    await world.say(12, score=0.0)
+    await until(lambda: world.head.operation == "rollback", 5.0)
+    assert (world.head.base, world.head.actor) == (before.id, "watch")
+    shown = (await house.look(NAME))[NAME]
+    assert shown["parts"]["weights"]["state"] == "training"
+    await until(lambda: house.learner.look()[NAME]["watch"]["state"] == "idle")
+    assert "only what is new is watched" in house.learner.look()[NAME]["watch"]["reason"]
+
+
+async def test_the_watch_goes_on_without_a_trainer(house: House) -> None:
+    world = house.world
+
+    class Gone:
+        async def step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
+            raise WireError("the trainer is not there")
+            yield
+
+    world.trainer.step = Gone().step  # type: ignore[method-assign]
+    await world.say(20, score=1.0)
+    await until(lambda: house.learner.look()[NAME]["parts"]["weights"]["error"])
+    world.note("Be rude.")
+    await world.say(12, score=0.0)
+    await until(lambda: world.head.operation == "rollback", 5.0)
+
+
+class Measured(Scripted):
+    """A policy that measures again: slowly, and the first time not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[str, str]] = []
+        self.may = asyncio.Event()
+
+    async def remeasure(self, release: Release, before: Release) -> Gain | None:
+        self.pairs.append((release.id, before.id))
+        if len(self.pairs) == 1:
+            raise EngineError("the engine is busy")
+        await self.may.wait()
+        return Gain(0.12, 0.031, 0.209, 64, True)
+
+
+async def test_a_release_is_measured_again_while_learning_goes_on(tmp_path: Path) -> None:
+    world = await World(tmp_path).open()
+    world.board.create_scenario(NAME, {})
+    world.evaluator = policy = Measured()
+    async with House(world, tmp_path):
+        base = world.head
+        await world.say(2)
+        await until(lambda: world.head.seq == 1)
+        first = world.head
+        await until(lambda: len(policy.pairs) == 2)
+        assert set(policy.pairs) == {(first.id, base.id)}
+        await world.say(2)
+        await until(lambda: world.head.seq == 2)  # the measurement is not over yet
+        policy.may.set()
+        await until(
+            lambda: [act for act in world.journal.after(0) if act.ref == world.head.id and "gain" in act.detail]
+        )
+    measured = [act for act in world.journal.after(0) if act.kind == "measure"]
+    assert [act.ref for act in measured] == [first.id, world.head.id]
+    assert measured[0].reason == "measured again on 64 fresh tasks: +12.0 points (95%: +3.1 to +20.9)"
+    assert measured[0].detail == {
+        "seq": 1, "gain": 0.12, "lower": 0.031, "upper": 0.209, "tasks": 64, "fresh": True,
+    }  # fmt: skip
+    async with House(world, tmp_path / "again"):
+        await asyncio.sleep(0.4)
+    assert len(policy.pairs) == 3
+    await world.close()

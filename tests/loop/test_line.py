@@ -81,3 +81,26 @@ def test_a_line_is_found_again_and_a_new_one_begins_when_it_ended(tmp_path: Path
     assert now() == (three, 1, 0, 1, False)
     assert find(ledger, tmp_path, "s", "harness", base).base_step == 0
     ledger.close()
+
+
+def test_steps_that_changed_nothing_are_not_due_and_age_nothing(tmp_path: Path) -> None:
+    ledger, base, name = Ledger(tmp_path / "learn.db"), CHAIN["b" * 40], f"{'b' * 12}-1"
+
+    def take(number: int, **metrics: float) -> None:
+        step(tmp_path, name, number)
+        ledger.restore("s", "weights", name, number, [f"unit {number}"], batch=f"batch {number}", metrics=metrics)
+
+    take(2, grad_norm=0.0)
+    take(3, grad_norm=0.0)
+    line = find(ledger, tmp_path, "s", "weights", base)
+    assert (line.step, line.age, line.due(1), line.due(2)) == (3, 1, False, False)
+    take(4, grad_norm=1e-30)
+    take(5, grad_norm=0.0)
+    line = find(ledger, tmp_path, "s", "weights", base)
+    assert (line.step, line.age, line.due(1), line.due(2)) == (5, 2, True, True)
+    ledger.audit(Look("s", "weights", name, 5, 1, "undecided", "?"))
+    take(6, grad_norm=0.0)
+    assert not find(ledger, tmp_path, "s", "weights", base).due(1)
+    take(7)  # a trainer that measures no gradient
+    assert find(ledger, tmp_path, "s", "weights", base).due(1)
+    ledger.close()

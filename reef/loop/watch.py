@@ -1,0 +1,203 @@
+"""The watch: after a release, are the users still as content as before it? If not, go back, and say so.
+
+Knows: which releases are compared, from where in the log, and what an alarm leads to.
+Does not know: the test (`compare`), or how the release was made. Works from store, board, chain and journal alone, so
+it goes on while a trainer is busy or gone.
+
+- A release that the learner or a person brought (publish, promote) is watched against the one before it, until enough
+  reports came, an alarm, or the next release. What a rollback brought is not watched: going back never leads back.
+- All of it is worked out again from the log after a crash: the same reports in the same order, the same decision.
+- An alarm is told first, then failures become tasks, then the release goes; each once, however often it is tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+from reef.core.errors import ConflictError
+from reef.core.failpoint import failpoint
+from reef.core.nouns import Record, Release, Report
+from reef.loop import failures, tell
+from reef.loop.binding import Tools, Watching
+from reef.loop.compare import LEAST, REPEATS, Comparison
+from reef.records import Query, RecordStore
+from reef.records.lookup import Source
+from reef.scenario.serving import rollback
+
+WINDOW: Final = 7 * 86400.0
+"""Seconds before a release in which reports on the old release still tell what users want now."""
+PAGE: Final = 500
+WATCHED: Final = ("publish", "promote")
+
+log = logging.getLogger(__name__)
+
+
+class Vigil:
+    """The watch of one scenario. `look` is called again and again; it does at once whatever there is to do."""
+
+    def __init__(self, tools: Tools, scenario: str, rule: Watching) -> None:
+        self.rule = rule
+        self._tools, self._scenario = tools, scenario
+        self._release: Release | None = None  # what is served; watched only when there is a comparison
+        self._before: Release | None = None
+        self._comparison: Comparison | None = None
+        self._cursor = 0
+        self._done = False
+        self._said = "nothing is served yet"
+
+    async def look(self) -> bool:
+        """Take the reports that came since; decide when they say enough. True when more may be waiting."""
+        serving = await asyncio.to_thread(self._tools.board.get, self._scenario)
+        if serving is None:
+            return False
+        if self._release is None or self._release.id != serving.release_id:
+            await self._begin(await asyncio.to_thread(self._tools.chain.get, serving.release_id))
+        comparison, release = self._comparison, self._release
+        if comparison is None or release is None or self._done:
+            return False
+        events = await self._tools.store.events(self._scenario, self._cursor, PAGE) if not comparison.over else []
+        entries = await failures.found(self._tools.store, [event.ref for event in events if event.kind == "report"])
+        since = release.created_at - WINDOW
+        reports = [entry for entry in entries if isinstance(entry, Report) and entry.created_at >= since]
+        found = await sources(self._tools.store, [name for report in reports for name in report.references])
+        for report in reports:
+            comparison.add(report, found)
+        moved = comparison.alarmed and await self._alarm(comparison)
+        if events:
+            self._cursor = events[-1].seq
+        self._done = comparison.over
+        return moved or len(events) == PAGE
+
+    def shown(self) -> dict[str, Any]:
+        """For people and the status page."""
+        comparison, release, before = self._comparison, self._release, self._before
+        if comparison is None or release is None or before is None:
+            return {"state": "idle", "reason": self._said}
+        count, rows = len(comparison.new), comparison.rows
+        shown: dict[str, Any] = {"release_id": release.id, "before": before.id, "reports": count, "compared": rows}
+        shown |= {"wanted": self.rule.reports, "evidence": round(comparison.value, 3), "alarm_at": comparison.bar}
+        shown |= {"score": _mean(comparison.new), "score_before": _mean(comparison.old)}
+        if comparison.alarmed:
+            return shown | {"state": "alarm", "reason": sentence(comparison, release, before)}
+        if len(comparison.old) < LEAST:
+            few = f"only {len(comparison.old)} scored reports on release {before.seq}, which was before it"
+            return shown | {"state": "blind", "reason": f"cannot be watched: {few}"}
+        said = f"{count} of {self.rule.reports} reports came, {rows} were compared with earlier ones"
+        return shown | {"state": "passed" if comparison.over else "watching", "reason": said}
+
+    async def _begin(self, release: Release) -> None:
+        """A release is served that was not before: find out what to compare it with, and from where in the log."""
+        await asyncio.to_thread(tell.releases, self._tools, self._scenario)  # a gateway may have died before it did
+        self._release, self._before, self._comparison, self._done = None, None, None, False
+        await self._compare(release)
+        self._release = release  # last: one that failed to begin begins again
+
+    async def _compare(self, release: Release) -> None:
+        chain = self._tools.chain
+        if self.rule.action == "off":
+            self._said = "the watch is off"
+            return
+        if release.operation not in WATCHED or release.parent is None:
+            self._said = f"release {release.seq} is a {release.operation}; only what is new is watched"
+            return
+        before = await asyncio.to_thread(chain.get, release.parent)
+        alike = [before]  # a rollback has the parts of an earlier release: reports on that one speak of it too
+        while alike[-1].operation == "rollback" and alike[-1].base is not None:
+            alike.append(await asyncio.to_thread(chain.get, alike[-1].base))
+        self._cursor = await self._start(release)
+        self._before = before
+        self._comparison = Comparison(
+            release.id, [one.id for one in alike], reports=self.rule.reports, alpha=self.rule.alpha
+        )
+
+    async def _start(self, release: Release) -> int:
+        """The place in the log after which reports are looked at: as many before the release as can be used."""
+        store, first, count, most = self._tools.store, 0, 0, 2 * REPEATS * self.rule.reports
+        since, until = release.created_at - WINDOW, release.created_at
+        while count < most:
+            page = await store.find(
+                Query(
+                    self._scenario, kind="report", since=since, until=until, before=first or None, limit=min(PAGE, most)
+                )
+            )
+            if not page:
+                break
+            first, count = page[-1][0], count + len(page)
+        if not first:  # no report at all: begin where the release began
+            newest = await store.find(Query(self._scenario, until=until, limit=1))
+            return newest[0][0] if newest else 0
+        return first - 1
+
+    async def _alarm(self, comparison: Comparison) -> bool:
+        """Say it, keep the failures, go back (True). What a crash leaves undone is done by the next look."""
+        tools, release, before = self._tools, self._release, self._before
+        assert release is not None
+        assert before is not None
+        reason = sentence(comparison, release, before)
+        detail = {
+            "release": release.seq, "before": before.seq, "before_id": before.id, "rows": comparison.rows,
+            "score": _mean(comparison.new), "score_before": _mean(comparison.old),
+            "evidence": comparison.value, "alarm_at": comparison.bar,
+        }  # fmt: skip
+        pin = await asyncio.to_thread(tools.journal.pinned, self._scenario)
+        action = "tell" if pin is not None else self.rule.action
+        if pin is not None:
+            reason += f"; nothing is done, because {pin.actor} pinned the scenario"
+        failpoint("loop.before_alarm")
+        told = await asyncio.to_thread(
+            tools.journal.tell, self._scenario, "alarm", release.id,
+            actor="watch", reason=reason, detail=detail | {"action": action},
+        )  # fmt: skip
+        failpoint("loop.after_alarm")
+        if told is not None:
+            log.warning("%s: %s", self._scenario, reason)
+        await self._keep(comparison, release)
+        failpoint("loop.after_failures")
+        if action != "rollback":
+            return False
+        try:
+            await asyncio.to_thread(
+                rollback, self._scenario, before.id, tools.chain, tools.board,
+                actor="watch", reason=reason, expected=release.id,
+            )  # fmt: skip
+        except ConflictError as error:  # somebody was quicker, or pinned it; what is served now is looked at next
+            log.warning("%s: the watch did not go back: %s", self._scenario, error.message)
+            return False
+        failpoint("loop.after_watch")
+        return True
+
+    async def _keep(self, comparison: Comparison, release: Release) -> None:
+        """The release's worst records become tasks, so that the next candidates are measured on them."""
+        usual = _mean(comparison.old) or 0.0
+        low = [
+            (receipt, f"scored {score:.3g} on release {release.seq}; {usual:.3g} was usual before it")
+            for receipt, score in comparison.receipts
+            if score < usual
+        ]
+        await failures.keep(self._tools, self._scenario, low[-failures.KEPT :], "watch")
+
+
+def sentence(comparison: Comparison, release: Release, before: Release) -> str:
+    """The evidence as a person reads it."""
+    ours, theirs = comparison.new, comparison.old
+    return (
+        f"live reports on release {release.seq} are worse than on release {before.seq}: mean score "
+        f"{_mean(ours):.3g} over {len(ours)} reports against {_mean(theirs):.3g} over {len(theirs)} "
+        f"(evidence {comparison.value:.3g}, the alarm is at {comparison.bar:.3g})"
+    )
+
+
+async def sources(store: RecordStore, receipts: Sequence[str]) -> dict[str, Source]:
+    """Who answered these records; those that were forgotten are left out."""
+    if (quick := getattr(store, "sources", None)) is not None:  # a store need not have it
+        return cast(dict[str, Source], await quick(receipts))
+    records = [entry for entry in await failures.found(store, receipts) if isinstance(entry, Record)]
+    return {entry.id: Source(entry.release_id, entry.session, entry.purpose) for entry in records}
+
+
+def _mean(scores: Sequence[float]) -> float | None:
+    return math.fsum(scores) / len(scores) if scores else None
