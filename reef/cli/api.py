@@ -100,6 +100,12 @@ class Api:
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._send("POST", path, json=body)
 
+    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._send("PATCH", path, json=body)
+
+    def delete(self, path: str, **parameters: Any) -> Any:
+        return self._send("DELETE", path, params={k: v for k, v in parameters.items() if v is not None})
+
     def send(self, path: str, body: bytes, headers: Mapping[str, str]) -> Any:
         """POST a body that is JSON already."""
         return self._send("POST", path, content=body, headers=dict(headers))

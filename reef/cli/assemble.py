@@ -10,6 +10,7 @@ Knows: every room. Does not know: what any of them does inside.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -17,19 +18,19 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from reef.cli import process
-from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, policy, provider
+from reef.cli import gate, process, reader, route
+from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, provider
 from reef.cli.process import Boot
 from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
 from reef.config import Settings
 from reef.config.settings import EngineSettings
-from reef.core.errors import ConfigError, MissingError, ReefError, StoreError
+from reef.core.errors import ConfigError, EngineError, MissingError, ReefError, StoreError
 from reef.core.load import load
 from reef.core.nouns import Serving
 from reef.core.rpc import Client
@@ -37,14 +38,16 @@ from reef.core.rpc import Client
 if TYPE_CHECKING:
     from reef.core.nouns import Record, Release
     from reef.engines import Engine, Resolver, WeightFiles
-    from reef.loop.binding import Binding
-    from reef.records import RecordStore
+    from reef.loop.binding import Binding, Tools
+    from reef.loop.hook import Webhook
     from reef.records.board import Board
     from reef.releases import NewPart
     from reef.releases.chain import GitChain
+    from reef.scenario.audit import Audit, Ruling
     from reef.trainers import Trainer
+    from reef.trainers.folder import State
 
-EMBEDDED = "smollm2-135m"
+EMBEDDED = gate.EMBEDDED
 SPARE = 4 * 1024 * 1024  # bytes of disk without which a server does not call itself ready
 PROBE = 2.0  # seconds for which one successful write proves that the store can be written
 log = logging.getLogger(__name__)
@@ -57,17 +60,55 @@ def _settings(boot: Boot) -> Settings:
     return Settings.model_validate(boot.settings)
 
 
-def open_chain(state: Path) -> GitChain:
-    """The chain as it is, without repairs (see `prepare` and `recover`)."""
+def open_chain(state: Path, settings: Settings | None = None) -> GitChain:
+    """The chain as it is, without repairs (see `prepare` and `recover`). With settings, large files that are not here
+    come from `releases.remote`."""
+    from reef.cli import remote
     from reef.releases.chain import GitChain
 
-    return GitChain(state / "releases.git")
+    return GitChain(state / "releases.git", remote.fetcher(settings) if settings is not None else None)
 
 
 def open_board(state: Path) -> Board:
     from reef.records.board import Board
 
     return Board(state / "records.db")
+
+
+def read_step(place: Path) -> State | None:
+    """A step of a training folder, verified; None when there is none. TrainError when it is not whole."""
+    from reef.trainers import folder
+
+    if (found := folder.read(place)) is not None:
+        folder.verify(place, found)
+    return found
+
+
+def open_audit(state: Path) -> Audit:
+    """What the learner wrote down, to read; it need not be there."""
+    from reef.loop.audit import Audit as Reader
+
+    return Reader(state / "learn.db")
+
+
+def hold(state: Path, scenario: str, row: Ruling) -> None:
+    """A candidate that came from a remote waits for a person here, too."""
+    from reef.loop.ledger import Ledger, Look
+
+    seen = (row.reason, row.candidate, row.release, row.evaluation, row.actor)
+    ledger = Ledger(state / "learn.db")
+    try:
+        ledger.audit(Look(scenario, row.part, row.line, row.step, row.look, "hold", *seen, at=row.at))
+    finally:
+        ledger.close()
+
+
+def furthest(state: Path) -> tuple[int, int]:
+    """The last event and the last act that learn.db was done with. StoreError when it is damaged."""
+    from reef.loop.ledger import Ledger
+
+    with contextlib.closing(Ledger(state / "learn.db")) as ledger:
+        return ledger.furthest()
 
 
 def _resolver(chain: GitChain) -> Resolver:
@@ -106,6 +147,10 @@ def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
         if chosen.kind == "local":
             assert boot.model is not None
             made[name] = kind(boot.run / "engine.sock", model=boot.model["name"])
+            if "missing" in boot.model:
+                from reef.cli.base import Absent
+
+                made[name] = Absent(boot.model["missing"])
         elif chosen.kind == "upstream":
             made[name] = kind(**provider(chosen))
         else:
@@ -132,6 +177,8 @@ def _create(
     if name not in settings.scenarios:
         harmless(settings, scenario_of(settings, name, created))
     bound = _bound(settings, name, created)
+    if chain.head(name) is None and (why := trouble(boot, settings, chain, name, bound.settings.engine)) is not None:
+        raise EngineError(why)
     if not board.create_scenario(name, created) and left not in (None, created) and chain.head(name) is None:
         board.change_scenario(name, created)
     return serving.ensure(name, chain, board, _base(boot, settings, bound.settings.engine), bound.label)
@@ -170,13 +217,26 @@ def prepare(boot: Boot) -> dict[str, str] | None:
     if (engine := local_engine(settings)) is not None:
         from reef.engines.local.folder import prepare as find
 
-        folder = find(engine.model or settings.reef.model or EMBEDDED)
-        boot = dataclasses.replace(boot, model={"path": str(folder.path), "name": folder.name, "digest": folder.digest})
+        wanted = engine.model or settings.reef.model or EMBEDDED
+        try:
+            folder = find(wanted)
+            model = {"path": str(folder.path), "name": folder.name, "digest": folder.digest}
+        except ReefError as error:
+            if not _others(settings):  # nothing could be served
+                raise
+            log.error("the local engine has no model, its scenarios are not served: %s", error.message)
+            model = {"path": "", "name": wanted, "digest": "", "missing": error.message}
+        boot = dataclasses.replace(boot, model=model)
+    from reef.cli import numbers, remote
+
     state = settings.reef.state_dir
-    chain = open_chain(state)
+    remote.begin(settings)
+    chain = open_chain(state, settings)
     for sentence in chain.open():
         log.warning("%s", sentence)
     board = open_board(state)
+    remote.adopt(state, chain, board)
+    numbers.keep_up(state, chain, board)
     for name in dict.fromkeys((settings.reef.default_scenario, *settings.scenarios, *board.scenarios())):
         try:
             _ready(boot, settings, chain, board, name)
@@ -195,27 +255,37 @@ def _ready(boot: Boot, settings: Settings, chain: GitChain, board: Board, name: 
     created = board.scenarios().get(name, {})
     if name in (settings.reef.default_scenario, *settings.scenarios) or chain.head(name) is None:
         _create(boot, settings, chain, board, name, created)
-    serving.align(name, chain, board)
-    _fits(boot, settings, chain, name, created)
-
-
-def _fits(boot: Boot, settings: Settings, chain: GitChain, name: str, created: Mapping[str, Any]) -> None:
-    """Refuse to serve a chain that was trained on another base model."""
-    head = chain.head(name)
+    serving.resume(name, chain, board)
     try:
         engine = scenario_of(settings, name, created).engine
     except ConfigError as error:
         log.warning("the scenario %s cannot be used with this configuration: %s", name, error.message)
         return
-    if head is None or boot.model is None or settings.engine(engine).kind != "local":
-        return
-    base = head.parts["weights"].meta.get("base") or {}
-    if base.get("digest") not in ("", boot.model["digest"]):
-        raise ConfigError(
-            f"the releases of scenario {name} in {settings.reef.state_dir} belong to the model {base.get('name')}, "
-            f"not to {boot.model['name']}; use that model, or another folder with --reef.state_dir FOLDER",
-            param="reef.model",
-        )
+    if (why := trouble(boot, settings, chain, name, engine)) is not None:
+        log.error("%s", why)
+
+
+def trouble(boot: Boot, settings: Settings, chain: GitChain, name: str, engine: str) -> str | None:
+    """Why a scenario's releases cannot be served by its engine."""
+    from reef.cli import base
+
+    return base.trouble(boot, settings, name, engine, chain.head(name))
+
+
+def _others(settings: Settings) -> bool:
+    """Whether a scenario of a folder that is in use is served by an engine that is not the local one."""
+    if not (settings.reef.state_dir / "releases.git").is_dir():
+        return False
+    board = open_board(settings.reef.state_dir)
+    try:
+        for name in {settings.reef.default_scenario, *settings.scenarios, *board.scenarios()}:
+            with contextlib.suppress(ConfigError):
+                wanted = scenario_of(settings, name, board.scenarios().get(name, {}))
+                if settings.engine(wanted.engine).kind != "local":
+                    return True
+        return False
+    finally:
+        board.close()
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
@@ -229,6 +299,7 @@ def gateway(boot: Boot) -> None:
 
 
 async def _serve(boot: Boot) -> None:
+    from reef.cli import remote
     from reef.gateway.auth import Token, Tokens
     from reef.gateway.context import Context, Limits
     from reef.gateway.meter import Meter
@@ -240,7 +311,7 @@ async def _serve(boot: Boot) -> None:
 
     settings = _settings(boot)
     reef, state = settings.reef, settings.reef.state_dir
-    chain, board = open_chain(state), open_board(state)
+    chain, board = open_chain(state, settings), open_board(state)
     engines = _engines(boot, settings)
     async with AsyncExitStack() as stack:
         store = SqliteStore(state / "records.db", owner=process.owner("gateway"))
@@ -250,7 +321,9 @@ async def _serve(boot: Boot) -> None:
             stack.push_async_callback(made.close)
         learner = Client(boot.run / "learner.sock")
         stack.push_async_callback(learner.close)
-        scenarios = Scenarios(settings, board, engines, answering(boot, settings))
+        scenarios = Scenarios(
+            settings, board, engines, answering(boot, settings), lambda *of: trouble(boot, settings, chain, *of)
+        )
 
         async def engine_ready() -> bool:
             return await engines[scenarios.engine(reef.default_scenario)].ready()
@@ -273,6 +346,7 @@ async def _serve(boot: Boot) -> None:
         tokens, table = Tokens([(reef.token, Token("operator"))], free=reef.auth == "none"), TokenTable(watched)
         watch = Watch(watched)
         watch.on_change(lambda: tokens.refresh(table.list()))
+        watch.on_change(scenarios.renew)
         meter, metrics = Meter(boot.run / "meter"), Metrics(boot.run / "metrics")
         stack.callback(meter.close)
         stack.callback(metrics.close)
@@ -290,6 +364,10 @@ async def _serve(boot: Boot) -> None:
             engine_ready=engine_ready,
             store_ready=store_ready,
             recipe_of=scenarios.recipe,
+            trouble_of=scenarios.trouble,
+            check_scenario=lambda name, created: route.check(settings, name, created),
+            audit=open_audit(state),
+            spent=reader.spender(state),
             models=models(boot, settings),
             default_scenario=reef.default_scenario,
             create_scenarios=reef.create_scenarios,
@@ -297,6 +375,7 @@ async def _serve(boot: Boot) -> None:
             limits=Limits(**settings.limits.model_dump()),
             meter=meter,
             metrics=metrics,
+            remote=remote.shown(settings),
         )
         await serve(context, socket.socket(fileno=process.fd("HTTP")))
 
@@ -307,14 +386,17 @@ def learner(boot: Boot) -> None:
 
 
 async def _learn(boot: Boot) -> None:
-    from reef.loop.binding import Binding, Tools
+    from reef.cli import prune, remote
+    from reef.evaluation.book import Book
+    from reef.loop.binding import Tools
     from reef.loop.learner import Learner
     from reef.loop.ledger import Ledger, set_aside
+    from reef.records.journal import Journal
     from reef.records.sqlite import SqliteStore
 
     settings = _settings(boot)
     state = settings.reef.state_dir
-    chain, board = open_chain(state), open_board(state)
+    chain, board = open_chain(state, settings), open_board(state)
     engines = _engines(boot, settings)
     trainer = _trainer(boot, settings)
     known: dict[str, tuple[Mapping[str, Any], Binding]] = {}
@@ -326,8 +408,10 @@ async def _learn(boot: Boot) -> None:
         for made in engines.values():
             stack.push_async_callback(made.close)
         set_aside(state / "learn.db")
-        ledger = Ledger(state / "learn.db")
+        ledger, book = Ledger(state / "learn.db"), Book.open(state / "gate.db")
         stack.callback(ledger.close)
+        stack.callback(book.close)
+        tools = Tools(store, chain, board, ledger, trainer, state / "training", Journal(board), book)
 
         def binding(name: str) -> Binding:
             """A scenario's binding; kept (with what its gate has cached) until its settings change."""
@@ -340,28 +424,66 @@ async def _learn(boot: Boot) -> None:
                         "or a restart, finishes it",
                         param="scenario",
                     )
-                chosen = engines[bound.settings.engine]
-                evaluator = policy(
-                    bound.settings,
-                    engine=chosen,
-                    base_id=_first(chain, name),
-                    prompts=_recent(store, name),
-                    renders=lambda release: _rules(chain, release),
-                    model=settings.engine(bound.settings.engine).model,
-                )
-                gate, mode = bound.settings.gate, bound.settings.releases.mode
-                known[name] = (
-                    created,
-                    Binding(
-                        name, bound.recipes, bound.names, evaluator, chosen, gate.evaluate_every, gate.patience, mode
-                    ),
-                )
+                if (why := trouble(boot, settings, chain, name, bound.settings.engine)) is not None:
+                    raise EngineError(why)
+                known[name] = (created, _bind(boot, settings, bound, engines, tools))
             return known[name][1]
 
-        tools = Tools(store, chain, board, ledger, trainer, state / "training")
         keeping = asyncio.create_task(_keep(settings, chain), name="keep")
         stack.callback(keeping.cancel)
-        await Learner(tools, binding).run(socket.socket(fileno=process.fd("LEARNER")))
+        pruning = asyncio.create_task(prune.tend(settings, chain, board), name="prune")
+        stack.callback(pruning.cancel)
+        if (url := remote.address(settings)) is not None:
+            pushing = asyncio.create_task(remote.follow(url, state, board), name="push")
+            stack.callback(pushing.cancel)
+        learning = Learner(tools, binding, webhook=_webhook(settings, tools))
+        await learning.run(socket.socket(fileno=process.fd("LEARNER")))
+
+
+def _webhook(settings: Settings, tools: Tools) -> Webhook | None:
+    from reef.loop.hook import Webhook
+
+    if (given := settings.observability.webhook) is None:
+        return None
+    secret = os.environ.get(given.secret_env) if given.secret_env else None
+    return Webhook(tools, given.url, given.kinds, secret=secret, wanted=given.secret_env)
+
+
+def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, Engine], tools: Tools) -> Binding:
+    """How a scenario learns, with the means of its gate."""
+    from reef.loop.binding import Binding, Watching
+
+    wanted, chain = bound.settings, cast("GitChain", tools.chain)
+    assert tools.book is not None
+
+    def trained(record: Record) -> bool:
+        units = [f"{record.id}:{choice.index}" for choice in record.choices]
+        return any(fate == "trained" for unit in units for _, _, fate, _, _ in tools.ledger.fate(wanted.name, unit))
+
+    means, held = gate.means(
+        settings,
+        wanted,
+        engines,
+        base_id=_first(chain, wanted.name),
+        store=tools.store,
+        board=tools.board,
+        book=tools.book,
+        trained=trained,
+        renders=lambda release: _rules(chain, release),
+        local=boot.model["name"] if boot.model else None,
+    )
+    return Binding(
+        wanted.name,
+        bound.recipes,
+        bound.names,
+        gate.policy(wanted, means),
+        means.engine,
+        wanted.gate.evaluate_every,
+        wanted.gate.patience,
+        wanted.releases.mode,
+        Watching(**wanted.releases.watch.model_dump()),
+        held,
+    )
 
 
 async def _keep(settings: Settings, chain: GitChain) -> None:
@@ -400,17 +522,6 @@ def _first(chain: GitChain, name: str) -> str:
     return before
 
 
-def _recent(store: RecordStore, name: str) -> Callable[[], Awaitable[Sequence[Record]]]:
-    from reef.core.nouns import Record as Exchange
-    from reef.records import Query
-
-    async def recent() -> Sequence[Record]:
-        page = await store.find(Query(name, status="complete", purpose="live", limit=200))
-        return [entry for _, entry in page if isinstance(entry, Exchange)]
-
-    return recent
-
-
 def _rules(chain: GitChain, release: Release) -> str | None:
     from reef.harness import tree
 
@@ -426,7 +537,7 @@ def engine(boot: Boot) -> None:
     settings = _settings(boot)
     assert boot.model is not None
     chosen = local_engine(settings) or EngineSettings(kind="local")
-    chain = open_chain(settings.reef.state_dir)
+    chain = open_chain(settings.reef.state_dir, settings)
     listener = socket.socket(fileno=process.fd("ENGINE"))
     given = {"model": boot.model["name"], "digest": boot.model["digest"], **chosen.options}
     run(listener, Path(boot.model["path"]), _resolver(chain), Options(**given))
@@ -440,7 +551,8 @@ def trainer(boot: Boot) -> None:
     assert boot.model is not None
     state = settings.reef.state_dir
     listener = socket.socket(fileno=process.fd("TRAINER"))
-    run(listener, Path(boot.model["path"]), state / "training", _resolver(open_chain(state)))
+    resolver = _resolver(open_chain(state, settings))
+    run(listener, Path(boot.model["path"]), state / "training", resolver, boot.model["digest"])
 
 
 def recover(boot: Boot) -> None:

@@ -3,8 +3,8 @@
 Knows: in which order the parts are copied so that they fit together, and how a copy is checked.
 Does not know: how records or releases are written.
 
-- Order: learn.db, records.db, then the chain. So every release that a record names is in the copy, and no cursor of the
-  learner is ahead of the records. The chain's own cursors may be; the copy's event log goes on after them.
+- Order: gate.db, learn.db, records.db, the chain. So every release that a record names is in the copy, and no cursor of
+  the learner is ahead of the records. The chain's own cursors may be; the copy's event log goes on after them.
 - Each database is copied as of one moment, while others write. The chain's refs are copied before its objects, of which
   none is ever removed.
 - A copy is made beside TARGET and renamed when it is whole and on disk: there is never half a backup at TARGET.
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         show.dump(found)
     else:
-        counts = f"{found['records']} records, {found['reports']} reports, {found['releases']} releases"
+        counts = ", ".join(show.count(found[f"{what}s"], what) for what in ("record", "report", "release"))
         size = f"{sum(item['bytes'] for item in found['files'].values())} bytes"
         if args.check and not found["wrong"]:
             print(f"{args.target} can be restored: {counts}; made {show.when(found['made_at'])}")
@@ -106,7 +106,7 @@ def backup(state: Path, target: Path, say: Any) -> dict[str, Any]:
                 folder.rename(target)
             disk.sync(target.parent)
     except OSError as error:
-        raise StoreError(f"cannot write the backup {target}: {error.strerror or error}") from None
+        raise StoreError(f"cannot write the backup {target}: {error.strerror or error}; {disk.advice(error)}") from None
     return manifest
 
 
@@ -132,8 +132,9 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def _fill(state: Path, folder: Path, say: Any) -> dict[str, Any]:
-    if (state / "learn.db").is_file():
-        _copy_database(state / "learn.db", folder / "learn.db", say)
+    for name in ("gate.db", "learn.db"):
+        if (state / name).is_file():
+            _copy_database(state / name, folder / name, say)
     failpoint("backup.learn_copied")
     _copy_database(state / "records.db", folder / "records.db", say)
     failpoint("backup.records_copied")
@@ -181,7 +182,8 @@ def _copy_database(source: Path, target: Path, say: Any) -> None:
 
 
 def _copy_chain(source: Path, target: Path, say: Any) -> Any:
-    """The repository: refs first, under the lock that every move of a ref takes; then objects, which are only added."""
+    """The repository: refs first, under the lock that every move of a ref takes; then objects, which are only added.
+    Large files may be removed by policy meanwhile, so the list of those comes last."""
     from reef.releases.chain import GitChain
 
     target.mkdir()
@@ -193,8 +195,9 @@ def _copy_chain(source: Path, target: Path, say: Any) -> Any:
     failpoint("backup.refs_copied")
     for name in ("objects", "lfs"):
         _copy(source / name, target / name, say)
-    for name in ("objects", "refs"):
+    for name in ("objects", "refs", "reef"):
         (target / name).mkdir(exist_ok=True)
+    _copy(source / "reef" / "pruned", target / "reef" / "pruned", say)
     return GitChain(target)
 
 
@@ -247,13 +250,19 @@ def check(target: Path, say: Any) -> dict[str, Any]:
         folder = Path(temp) / "state"
         try:
             _restore(target, folder)
+        except OSError as error:
+            why = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # the first of many
+            raise StoreError(f"cannot restore {target} into {temp} to check it: {why}; {disk.advice(error)}") from None
+        except (ValueError, tarfile.TarError) as error:
+            raise InputError(f"{target} is no backup, or a damaged one: {error}") from None
+        try:
             manifest = json.loads((folder / "backup.json").read_text())
             if manifest["format"] != FORMAT:
                 raise InputError(
                     f"{target} was made by a newer Reef ({manifest['version']}); check it with that version"
                 )
             files: Mapping[str, Any] = manifest["files"]
-        except (OSError, ValueError, KeyError, TypeError, tarfile.TarError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{target} is no backup, or a damaged one: {error}") from None
         wrong = _compare(folder, files, say)
         if not wrong:
@@ -284,7 +293,7 @@ def _compare(folder: Path, files: Mapping[str, Any], say: Any) -> list[str]:
 
 def _databases(folder: Path) -> list[str]:
     wrong = []
-    for name in ("records.db", "learn.db"):
+    for name in ("records.db", "learn.db", "gate.db"):
         if not (folder / name).exists():
             continue
         try:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from reef.cli import options
+from reef.cli import gate, options
 from reef.config import Loaded, ScenarioSettings, Settings, Use
 from reef.config import check as rules
 from reef.config.file import Where, dotted
@@ -24,7 +24,6 @@ from reef.core.load import load
 from reef.core.nouns import PartName
 
 if TYPE_CHECKING:
-    from reef.evaluation import Evaluator
     from reef.recipe import Recipe
 
 
@@ -34,11 +33,13 @@ _PROVIDER |= {"proxy", "trust_env"}
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A scenario's settings with its recipes made. `names` is how each recipe is written in a release."""
+    """A scenario's settings with its recipes made. `names` is how each recipe is written in a release, `asides` what is
+    allowed and will come to nothing."""
 
     settings: ScenarioSettings
     recipes: Mapping[PartName, Recipe]
     names: Mapping[PartName, str]
+    asides: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -95,12 +96,19 @@ def check(
             try:
                 UpstreamEngine(**provider(engine))
             except ConfigError as error:
-                at: Where = ("engines", name, str(error.param))
+                at = ("engines", name, str(error.param))
                 raise ConfigError(f"{lookup(at)}: engine {name}: {error.message}", param=dotted(at)) from None
         if engine.kind == "local":
             from reef.engines.local.server import Options
 
             rules.arguments(Options, engine.options, ("engines", name, "options"), "local engine", lookup)
+    hook = settings.observability.webhook
+    if keys and hook is not None and hook.secret_env and not os.environ.get(hook.secret_env):
+        at = ("observability", "webhook", "secret_env")
+        raise ConfigError(
+            f"{lookup(at)}: the secret of the webhook is read from {hook.secret_env}, which is not set; export it",
+            param=dotted(at),
+        )
     local = {name for name in engine_names(settings) if settings.engine(name).kind == "local"}
     if len(local) > 1:
         raise ConfigError(f"there can be one engine of kind local, not {', '.join(sorted(local))}; one process runs it")
@@ -118,13 +126,16 @@ def check(
 
 def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, within: Where = ()) -> Bound:
     """Make a scenario's recipes and check what they need of its engine and gate."""
-    from reef.evaluation import POLICIES
-
-    rules.choice((*within, "gate", "policy"), scenario.gate.policy, POLICIES, lookup, "policy")
     kind = settings.engine(scenario.engine).kind
     if kind == "local" and (scenario.model or settings.reef.model) != settings.reef.model:
         raise ConfigError(
             f"{lookup((*within, 'model'))}: a server has one local model; remove the model of scenario {scenario.name}"
+        )
+    if scenario.releases.remote != settings.releases.remote:
+        raise ConfigError(
+            f"{lookup((*within, 'releases', 'remote'))}: a server pushes all scenarios to one remote; set "
+            "releases.remote at the top of the configuration",
+            param="releases.remote",
         )
     recipes: dict[PartName, Recipe] = {}
     names: dict[PartName, str] = {}
@@ -144,19 +155,8 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
                 "are not ours; use engine: local, or a recipe that needs no weights (recipe: record)"
             )
         recipes[part], names[part] = made, use.recipe
-    try:
-        policy(scenario, engine=None, base_id="")
-    except ConfigError as error:
-        raise ConfigError(f"{lookup((*within, 'gate'))}: {error.message}", param=error.param) from None
-    return Bound(scenario, recipes, names)
-
-
-def policy(scenario: ScenarioSettings, **given: Any) -> Evaluator:
-    from reef.evaluation import POLICIES
-
-    gate = scenario.gate
-    made_of = load(POLICIES.get(gate.policy, gate.policy), what="policy")
-    return cast("Evaluator", made_of(**given, suite=gate.suite, options=gate.options))
+    asides = gate.check(settings, scenario, engine_names(settings), lookup, within)
+    return Bound(scenario, recipes, names, tuple(asides))
 
 
 def _recipe(use: Use, floor: int, lookup: rules.Lookup) -> Recipe:
@@ -210,9 +210,8 @@ def harmless(settings: Settings, wanted: ScenarioSettings) -> None:
                 param=f"training.{name}",
             )
     own = [settings.scenario(name) for name in (settings.reef.default_scenario, *settings.scenarios)]
-    paths = {use.recipe for scenario in own for use in scenario.recipes} | {scenario.gate.policy for scenario in own}
-    for path in (*(use.recipe for use in wanted.recipes), wanted.gate.policy):
+    paths = {use.recipe for scenario in own for use in scenario.recipes}
+    for path in (use.recipe for use in wanted.recipes):
         if ":" in path and path not in paths:
             raise ConfigError(f"{path} is not named in this server's configuration; a request cannot load code")
-    if wanted.gate.suite not in (None, *(scenario.gate.suite for scenario in own)):
-        raise ConfigError("gate.suite: a request cannot name files of the server; name the suite in its configuration")
+    gate.harmless(settings, wanted, own)

@@ -1,6 +1,6 @@
-"""`reef doctor`: is everything here that `reef serve` needs, and if not, what to do.
+"""`reef doctor`: is everything here that `reef serve` needs, and is what it keeps sound; if not, what to do.
 
-Knows: what to look at, one line each. Does not know: how to repair it by itself.
+Knows: what a server needs, one line each. Does not know: what must agree in a state folder (`verify`).
 """
 
 from __future__ import annotations
@@ -15,40 +15,35 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
 
-from reef.cli import api, options, show, state
+from reef.cli import api, options, show, state, verify
+from reef.cli.process import Boot
+from reef.cli.verify import Finding
 from reef.config import Loaded, Settings
 from reef.config.settings import EngineSettings
 from reef.core.errors import ReefError
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    what: str
-    ok: bool | None  # None: worth knowing, not needed
-    note: str
-    missing: bool = False  # something to install, not something that is wrong
-
-
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check that everything a server needs is here",
-        description="Check python, packages, model, providers, port, state folder, git. Exit code 1 when something is "
-        "missing or wrong.",
+        help="check that everything a server needs is here, and that what it keeps is sound",
+        description="Check python, packages, model, providers, port, git; then the state folder: every release with "
+        "all its files, the stores, and that they agree. Only reads, also while a server runs. Exit code 1 when "
+        "something is missing or wrong.",
     )
+    parser.add_argument("--repair", action="store_true", help="repair what is safe to repair")
     options.configuration(parser, model=True)
     options.reading(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = list(examine(args))
+    findings = list(verify.repaired(examine(args)) if args.repair else examine(args))
     failed = any(item.ok is False for item in findings)
     if args.json:
-        show.dump({"ok": not failed, "findings": [asdict(item) for item in findings]})
+        show.dump({"ok": not failed, "findings": [verify.shown(item) for item in findings]})
     else:
         show.table(["", "what", "finding"], [[_label(item), item.what, item.note] for item in findings])
     return 1 if failed else 0
@@ -67,17 +62,25 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     from reef.cli import assemble, bind
 
     try:
-        loaded, _ = bind.load_checked(args)
+        loaded, bound = bind.load_checked(args)
         yield Finding("configuration", True, str(loaded.file) if loaded.file else "defaults (no reef.yaml here)")
+        for name, one in bound.items():
+            yield from (Finding(f"gate {name}", None, said) for said in one.asides)
     except ReefError as error:
         yield Finding("configuration", False, error.message)
         loaded = _readable(args)
         if loaded.file is None:
             yield Finding("defaults", None, "the checks below are of the defaults, as the configuration cannot be used")
+    model: dict[str, str] | None = None
     if (engine := bind.local_engine(loaded.settings)) is not None:
         yield _torch()
         name = engine.model or loaded.settings.reef.model or assemble.EMBEDDED
-        yield _try("model", lambda: _model(name))
+        try:
+            model = _model(name)
+            yield Finding("model", True, f"{model['name']} in {model['path']}")
+        except ReefError as error:
+            model = {"path": "", "name": name, "digest": "", "missing": error.message}
+            yield Finding("model", False, error.message)
     for name in bind.engine_names(loaded.settings):
         if loaded.settings.engine(name).kind == "upstream":
             yield _try(f"engine {name}", functools.partial(_provider, loaded.settings.engine(name)))
@@ -87,6 +90,9 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("port", True, f"the server of this state folder runs now, on {api.address(loaded.settings)}")
     else:
         yield _try("port", lambda: _port(loaded))
+    if folder.is_dir():
+        boot = Boot(loaded.settings.model_dump(mode="json"), folder / "run", "", model)
+        yield from verify.examine(loaded.settings, boot, running=state.held(folder))
 
 
 def _readable(args: argparse.Namespace) -> Loaded:
@@ -122,11 +128,12 @@ def _try(what: str, check: Callable[[], str]) -> Finding:
         return Finding(what, False, error.message)
 
 
-def _model(name: str) -> str:
+def _model(name: str) -> dict[str, str]:
+    """The local model, as a server is told of it."""
     from reef.engines.local.folder import prepare
 
     found = prepare(name)
-    return f"{found.name} in {found.path}"
+    return {"path": str(found.path), "name": found.name, "digest": found.digest}
 
 
 def _provider(chosen: EngineSettings) -> str:

@@ -6,7 +6,9 @@ Knows: how to write a report's body from flags. Does not know: what the feedback
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from typing import Any
 
 from reef.cli import options, show
 from reef.cli.api import connect
@@ -24,13 +26,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--feedback", help="what was wrong or right, in words")
     parser.add_argument("--fix", metavar="TEXT", help="what the answer should have been")
     parser.add_argument("--choice", type=int, help="which choice of an answer with several, from 0")
+    parser.add_argument("--metadata", metavar="JSON", help="a JSON object that is kept with it, such as a check")
     options.server(parser, scenario=False)
     options.reading(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    body = {"score": args.score, "feedback": args.feedback, "demonstration": args.fix, "choice": args.choice}
+    body: dict[str, Any] = {"score": args.score, "feedback": args.feedback, "demonstration": args.fix}
+    body |= {"choice": args.choice, "metadata": _metadata(args.metadata)}
     if args.score is None and args.feedback is None and args.fix is None:
         raise InputError("nothing to report; give --score, --feedback or --fix")
     if args.score is not None and not math.isfinite(args.score):
@@ -45,3 +49,15 @@ def run(args: argparse.Namespace) -> int:
         + (" (known already)" if answer["duplicate"] else "")
     )
     return 0
+
+
+def _metadata(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--metadata is not JSON ({error}); quote it for the shell", param="metadata") from None
+    if not isinstance(found, dict):
+        raise InputError("--metadata must be a JSON object, such as '{\"check\": {…}}'", param="metadata")
+    return found

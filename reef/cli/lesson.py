@@ -242,7 +242,7 @@ class Teacher:
         changed = time.monotonic()
         while True:
             part = await self._look()
-            if part.get("state") == "failed":
+            if part.get("state") in ("failed", "blocked"):
                 raise TrainError(f"the learner failed: {part.get('error') or 'see the server logs'}")
             if self._words() != before:
                 before, changed = self._words(), time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from reef.cli import options, show, state
+from reef.cli import options, reader, show
 from reef.cli.api import connect, find
 from reef.core.errors import MissingError, WireError
 
@@ -49,44 +49,33 @@ def _ask(args: argparse.Namespace) -> tuple[str, Any]:
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}"
         wanted = args.release
-        if _is_number(wanted):
-            wanted = _numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
+        if is_number(wanted):
+            wanted = numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
         before = str(api.get(path)["release_id"])
         return before, api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
 
 
 def _folder(args: argparse.Namespace) -> tuple[str, Any]:
     """Without a server: under the state folder's lock, so that none can start meanwhile."""
-    from reef.cli import assemble
     from reef.gateway.views import release_view
     from reef.scenario import serving
 
     place = find(args)
-    if not (place.state_dir / "releases.git").is_dir():
-        raise WireError(
-            f"no server answers on {place.url}, and {place.state_dir} holds no releases; start one with `reef serve`"
-        )
-    lock = state.claim(place.state_dir, patience=0.0)
-    try:
-        chain, board = assemble.open_chain(place.state_dir), assemble.open_board(place.state_dir)
-        chain.open()
+    with reader.held(place, options.load(args).settings) as (chain, board):
         wanted = args.release
-        if _is_number(wanted):
+        if is_number(wanted):
             history = [release_view(item, current=False) for item in chain.history(place.scenario, 500)]
-            wanted = _numbered(history, wanted)
+            wanted = numbered(history, wanted)
         before = chain.head(place.scenario)
         head = serving.rollback(place.scenario, wanted, chain, board, actor="operator", reason=args.reason)
-        board.close()
         return before.id if before else "", release_view(head, current=True)
-    finally:
-        lock.release()
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
     return text.isdigit() and len(text) < 7
 
 
-def _numbered(releases: list[dict[str, Any]], number: str) -> str:
+def numbered(releases: list[dict[str, Any]], number: str) -> str:
     for item in releases:
         if item["seq"] == int(number):
             return str(item["release_id"])

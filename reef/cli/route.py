@@ -5,16 +5,17 @@ Knows: scenarios' settings, aliases, engines by name. Does not know: processes, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from reef.cli.bind import engine_names, running
+from reef.cli.bind import bind, engine_names, harmless, running
 from reef.cli.process import Boot
 from reef.config import ScenarioSettings, Settings
 from reef.config import check as rules
 from reef.config.file import Place, Where
-from reef.core.errors import ConfigError, ModelError
+from reef.core.errors import ChainError, ConfigError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from reef.engines import Engine
@@ -36,6 +37,13 @@ def scenario_of(settings: Settings, name: str, created: Mapping[str, Any]) -> Sc
     return found
 
 
+def check(settings: Settings, name: str, created: Mapping[str, Any]) -> None:
+    """Refuse settings that a request may not give a scenario, or that do not fit together. ConfigError."""
+    wanted = scenario_of(settings, name, created)
+    harmless(settings, wanted)
+    bind(settings, wanted, nowhere)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Known:
     """A scenario's settings as a gateway needs them. `bound`: it names its engine itself; `recipes` as people write."""
@@ -45,20 +53,39 @@ class _Known:
     bound: bool
     recipes: str
     learns: bool
+    created: Mapping[str, Any]
+    trouble: str | None  # why it cannot be served by its engine
 
 
 class Scenarios:
-    """What a gateway needs of each scenario's settings, worked out once. `answering` is each engine's model's name."""
+    """What a gateway needs of each scenario's settings, worked out once. `answering` is each engine's model's name.
+
+    `trouble` says of a scenario and its engine's name why it cannot be served; that lasts until a restart.
+    """
 
     def __init__(
-        self, settings: Settings, board: Board, engines: Mapping[str, Engine], answering: Mapping[str, str]
+        self,
+        settings: Settings,
+        board: Board,
+        engines: Mapping[str, Engine],
+        answering: Mapping[str, str],
+        trouble: Callable[[str, str], str | None] = lambda name, engine: None,
     ) -> None:
+        self._trouble = trouble
         self._settings = settings
         self._board = board
         self._engines = engines
         self._answering = answering
         self._known: dict[str, _Known] = {}
         self._targets: dict[str, Target] = {}  # scenarios' own engines
+
+    def renew(self) -> None:
+        """Forget what was worked out of settings that have changed since."""
+        rows = self._board.scenarios()
+        for name, known in list(self._known.items()):
+            if rows.get(name, {}) != known.created:
+                self._known.pop(name, None)
+                self._targets.pop(name, None)
 
     def engine(self, name: str) -> str:
         return self._find(name).engine
@@ -69,6 +96,13 @@ class Scenarios:
             return self._find(name).recipes
         except ConfigError:
             return None
+
+    def trouble(self, name: str) -> str | None:
+        """Why a scenario cannot be served, and what to do; None when it can."""
+        try:
+            return self._find(name).trouble
+        except ConfigError as error:
+            return error.message
 
     def lenient(self, name: str) -> bool:
         """Whether its requests are answered also when they cannot be recorded: as configured, else if it learns."""
@@ -98,6 +132,8 @@ class Scenarios:
                     f"{', '.join(self._engines)}",
                     param="model",
                 )
+        if own.trouble is not None:
+            raise EngineError(own.trouble)
         target = self._targets[scenario] = Target(own.engine, self._engines[own.engine], own.model)
         return target
 
@@ -111,7 +147,10 @@ class Scenarios:
             model = scenario.model if upstream and scenario.model != self._settings.reef.model else None
             names = [use.recipe for use in scenario.recipes]
             learns = any(name not in NOTHING for name in names)
-            found = _Known(scenario.engine, model, bound, " + ".join(names), learns)
+            trouble = None
+            with contextlib.suppress(ChainError):  # a damaged chain is told where a release of it is read
+                trouble = self._trouble(name, scenario.engine)
+            found = _Known(scenario.engine, model, bound, " + ".join(names), learns, created, trouble)
             self._known[name] = found
         return found
 

@@ -56,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     from reef.cli import bind
 
     loaded, bound = bind.load_checked(args)
+    for name, one in bound.items():
+        for said in one.asides:
+            print(f"reef: warning: scenario {name}: {said}", file=sys.stderr)
     folder, host, port = loaded.settings.reef.state_dir, loaded.settings.reef.host, loaded.settings.reef.port
     # A start that fails leaves no new folder; of a folder that is there, who holds it is the better answer.
     early = None if folder.exists() else state.bind(host, port)
@@ -134,7 +137,7 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
     ]
     learner = {**files, "LEARNER": sockets["learner"].fileno()}
     roles.append(Role("learner", process.command("learner"), learner, common, phase=1))
-    if boot.model is not None:
+    if boot.model is not None and "missing" not in boot.model:
         fds = {**files, "ENGINE": sockets["engine"].fileno()}
         roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
         if settings.training.backend == "local":
@@ -188,6 +191,9 @@ def _announce(address: str, banner: str, began: float, logs: Path) -> None:
                 if answer.status == 200:
                     break
                 reason = str(json.loads(answer.read()).get("reason", ""))
+                if reason.startswith("base "):  # the default scenario's model is gone; others are served
+                    warning = f"\nwarning: {reason}"
+                    break
                 if reason.startswith("provider "):
                     if not missed:
                         print(f"waiting: {reason}", flush=True)

@@ -28,9 +28,19 @@ reef:
 #   up: {kind: upstream, url: https://api.openai.com/v1, key_env: OPENAI_API_KEY, model: null}
 
 gate:
-  policy: guarded             # always | guarded | better (needs a suite)
+  policy: guarded             # always | guarded, or with a suite: floor | better | no_worse | protected | all_of
+  # suite: [tasks.jsonl, traffic, failures]   # traffic: a tenth of the prompts, which then never train
+  # scorer: {use: number}     # judges tasks that bring none: exact, contains, regex, number, schema, code, tests, judge
+  # calls: 20000              # evaluation's calls of a scenario in a month; also tokens, and money by prices
   evaluate_every: 1
   patience: 3
+
+# prices:                     # money for a million tokens, by model name or engine/model
+#   up/gpt-x: {prompt: 1.0, output: 4.0}
+
+releases:
+  mode: auto                  # review: an accepted candidate waits for `reef promote`
+  # watch: {action: tell}     # rollback (the default) | tell | off, when reports say that a release is worse
 """
 
 

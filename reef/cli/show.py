@@ -11,13 +11,13 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 from reef.cli import filters, options
 from reef.cli.api import Api, connect, find
-from reef.core.errors import MissingError, WireError
+from reef.core.errors import InputError, MissingError, StoreError, WireError
 
 _NUMBERS = re.compile(r"\[\n\s+(-?\d[-+\d.eE,\s]*?)\n\s*\]")
 
@@ -34,6 +34,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         options.reading(parser)
         if name in ("releases", "records"):
             parser.add_argument("-n", "--limit", type=int, default=20, metavar="N", help="how many (default: 20)")
+        if name == "releases":
+            parser.add_argument("--all", action="store_true", help="also what was turned down or is held")
+        if name == "scenarios":
+            parser.add_argument("action", nargs="?", choices=("archive", "restore"), help="hide one, or bring it back")
+            parser.add_argument("name", nargs="?", help="which one")
+            parser.add_argument("--reason", default="", help="why; kept in the journal")
         if name == "records":
             parser.add_argument(
                 "--why-not-trained", action="store_true", help="only records no recipe can train on, with the reason"
@@ -65,10 +71,49 @@ def status(args: argparse.Namespace) -> int:
             rows.append([*row, work.get("error") or last.get("reason")])
     heads = ["scenario", "release", "recipe", "part", "state", "pending", "step", "trained", "last"]
     table(heads, rows)
+    for name, item in found["scenarios"].items():
+        if item.get("trouble"):
+            print(f"{name} is not served: {item['trouble']}")
+        print("".join(f"{name}: {line}\n" for line in _beside(name, item)), end="")
+    if (hook := learner.get("webhook")) and hook.get("error"):
+        print(f"webhook: {hook['error']}")
+    if found.get("remote"):
+        from reef.cli import remote
+
+        print("\n".join(remote.lines(found["remote"])))
     return 0
 
 
+def _beside(name: str, item: dict[str, Any]) -> list[str]:
+    """What is worth a line of its own: a pin, what waits for a person, what did not train, what a release was worth,
+    watch and cost."""
+    lines = []
+    if item.get("behind"):
+        lines.append(f"release {item['seq']} goes on: {item['behind']}")
+    if pin := item.get("pin"):
+        why = f": {pin['reason']}" if pin["reason"] else ""
+        lines.append(f"pinned to release {pin['release_id'][:10]} by {pin['actor']}, {when(pin['at'])}{why}")
+    if (held := item.get("held")) and held["count"]:
+        oldest = "" if held["oldest"] is None else f", the oldest since {when(held['oldest'])}"
+        lines.append(f"{held['count']} held for a person{oldest}; `reef candidates -s {name}` lists what waits")
+    for part, work in ((item.get("learner") or {}).get("parts") or {}).items():
+        if dropped := work.get("dropped"):
+            told = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
+            lines.append(f"{part}: reports that did not train: {told}")
+    if gain := item.get("gain"):
+        lines.append(f"release {item['seq']} {gain['said']}")
+    if (watch := (item.get("learner") or {}).get("watch")) and watch.get("state") not in (None, "idle"):
+        lines.append(f"watch: {watch['state']}; {watch.get('reason')}")
+    if (spent := item.get("spent")) and spent["calls"]:
+        money = "price not known" if spent["money"] is None else f"{spent['money']:.2f} by the price table"
+        tokens = spent["prompt_tokens"] + spent["output_tokens"]
+        lines.append(f"evaluations this month: {spent['calls']:,} calls, {tokens:,} tokens, {money}")
+    return lines
+
+
 def scenarios(args: argparse.Namespace) -> int:
+    if args.action is not None:
+        return _keep(args)
     with connect(args) as api:
         found = api.get("/reef/scenarios")
     if args.json:
@@ -87,43 +132,91 @@ def scenarios(args: argparse.Namespace) -> int:
     return 0
 
 
+def _keep(args: argparse.Namespace) -> int:
+    """`reef scenarios archive|restore NAME`."""
+    if not args.name:
+        raise InputError(f"which scenario? Write reef scenarios {args.action} NAME; `reef scenarios` lists them")
+    with connect(args) as api:
+        path = f"/reef/scenarios/{quote(args.name, safe='')}"
+        if args.action == "archive":
+            found = api.delete(path, reason=args.reason or None)
+        else:
+            found = api.post(f"{path}/restore", {"reason": args.reason})
+    if args.json:
+        return dump(found)
+    if args.action == "archive":
+        print(f"{args.name} is archived; its records and releases stay: `reef scenarios restore {args.name}`")
+    else:
+        print(f"{args.name} is back, at release {found['seq']} ({found['release_id'][:10]})")
+    return 0
+
+
 def releases(args: argparse.Namespace) -> int:
     place = find(args)
     try:
         with connect(args) as api:
-            found = api.get(f"/reef/scenarios/{place.scenario}/releases", limit=args.limit)
+            path = f"/reef/scenarios/{place.scenario}/releases"
+            found = api.get(path, limit=args.limit, all="true" if args.all else None)
     except WireError:
         if place.named:
             raise
-        found = {"releases": _from_folder(args), "next": None}
+        found = _from_folder(args)
     if args.json:
         return dump(found)
-    rows = []
+    rows: list[tuple[float, list[Any]]] = []
     for item in found["releases"]:
         verdict = (item["evaluation"] or {}).get("reason") or item["reason"]
         parts = ", ".join(f"{name} {part['kind']}" for name, part in item["parts"].items())
         mark = "*" if item["current"] else ""
         row = [mark, item["seq"], item["release_id"][:10], item["operation"], item["step"], parts]
-        rows.append([*row, when(item["created_at"]), verdict])
-    table(["", "seq", "release", "operation", "step", "parts", "made", "why"], rows)
+        rows.append((item["created_at"], [*row, when(item["created_at"]), _points(item.get("gain")), verdict]))
+    for item in found.get("rulings") or ():
+        said = {"reject": "rejected", "hold": "held"}[item["verdict"]]
+        row = ["", "", (item["candidate"] or "")[:10], said, item["step"], item["part"], when(item["at"]), ""]
+        rows.append((item["at"], [*row, item["reason"]]))
+    if found.get("rulings"):
+        rows.sort(key=lambda pair: pair[0], reverse=True)
+    table(["", "seq", "release", "operation", "step", "parts", "made", "gain", "why"], [row for _, row in rows])
+    if "rulings" in found and found["rulings"] is None:
+        print("the learner's audit cannot be read, so what was turned down is not known")
     return 0
 
 
-def _from_folder(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _points(gain: dict[str, Any] | None) -> str:
+    """What a release was worth when it was measured again, in points of score."""
+    if gain is None or gain.get("gain") is None:
+        return ""
+    return f"{100 * gain['gain']:+.0f} ({100 * gain['lower']:+.0f} to {100 * gain['upper']:+.0f})"
+
+
+def _from_folder(args: argparse.Namespace) -> dict[str, Any]:
     """The chain without a server: it is only read, so no lock is needed."""
-    from reef.cli import assemble
-    from reef.gateway.views import release_view
+    from dataclasses import asdict
+
+    from reef.cli import assemble, reader
+    from reef.gateway.views import gain, release_view, standing
+    from reef.records.journal import Journal
 
     place = find(args)
-    if not (place.state_dir / "releases.git").is_dir():
-        raise WireError(
-            f"no server answers on {place.url}, and {place.state_dir} holds no releases; start one with `reef serve`"
-        )
-    chain = assemble.open_chain(place.state_dir)
+    chain = assemble.open_chain(reader.folder(place))
     head = chain.head(place.scenario)
     if head is None:
         raise MissingError(f"no scenario {place.scenario!r} in {place.state_dir}; name one with --scenario")
-    return [release_view(item, current=item.id == head.id) for item in chain.history(place.scenario, args.limit)]
+    board = assemble.open_board(place.state_dir)
+    try:
+        journal, history = Journal(board), chain.history(place.scenario, args.limit)
+        shown = [
+            release_view(item, current=item.id == head.id) | {"gain": gain(journal.about(item.id))} for item in history
+        ]
+    finally:
+        board.close()
+    found: dict[str, Any] = {"releases": shown, "next": None}
+    if args.all:
+        found["rulings"] = None
+        with contextlib.suppress(StoreError):
+            rulings = assemble.open_audit(place.state_dir).newest(place.scenario, args.limit, ("reject", "hold"))
+            found["rulings"] = [asdict(row) for row in standing(rulings, history)]
+    return found
 
 
 def records(args: argparse.Namespace) -> int:
@@ -226,6 +319,23 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     console.print(made)
     if not kept:
         print("none yet")
+
+
+def guard(found: Mapping[str, Any]) -> str:
+    """One line on a guard of an evaluation. One that could not be measured did not pass: it says so itself."""
+    if found["value"] is None and found["passed"]:
+        return f"{found['name']}: {found['note']}"
+    return f"{'passed' if found['passed'] else 'FAILED'} {found['name']}: {found['note']}"
+
+
+def harmless(text: str) -> str:
+    """Text of unknown origin for a terminal, which would act on control characters."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
+def count(number: int, what: str) -> str:
+    """1 release, 2 releases."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def when(seconds: float) -> str:

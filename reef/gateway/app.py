@@ -19,12 +19,29 @@ from reef.core.errors import InputError, MissingError, WireError
 from reef.core.ids import is_scenario
 from reef.core.nouns import Json, Serving
 from reef.core.wire import Wake
-from reef.gateway import health, imports, inference, metrics, models, openapi, operate, report, responses, views
+from reef.gateway import (
+    candidates,
+    events,
+    health,
+    imports,
+    inference,
+    metrics,
+    models,
+    openapi,
+    operate,
+    report,
+    responses,
+    views,
+    why,
+)
 from reef.gateway.call import Call, Gone, Receive, Scope, Send, Work
 from reef.gateway.context import Context
 from reef.gateway.errors import Refusal, status_of
 from reef.gateway.shelf import Shelf
 from reef.gateway.spool import Spool
+from reef.records.journal import Journal
+from reef.scenario.learnt import Family
+from reef.scenario.why import Why
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +69,7 @@ PLAIN: dict[str, dict[str, Route]] = {
     "/openapi.json": {"GET": Route(None, openapi.openapi)},
     "/metrics": {"GET": Route("read", metrics.metrics)},
     "/reef/status": {"GET": Route("read", health.status)},
+    "/reef/events": {"GET": Route("read", events.events)},
     "/reef/scenarios": {"GET": Route("read", operate.scenarios), "POST": Route("operate", operate.create)},
 }
 """Routes by their exact path."""
@@ -59,7 +77,23 @@ PLAIN: dict[str, dict[str, Route]] = {
 SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/v1/responses/{id}", {"GET": Route("infer", responses.fetch)}),
     ("/v1/models/*", {"GET": Route("infer", models.model)}),
-    ("/reef/scenarios/{s}", {"GET": Route("read", operate.scenario)}),
+    (
+        "/reef/scenarios/{s}",
+        {
+            "GET": Route("read", operate.scenario),
+            "PATCH": Route("operate", operate.change),
+            "DELETE": Route("operate", operate.archive),
+        },
+    ),
+    ("/reef/scenarios/{s}/restore", {"POST": Route("operate", operate.restore)}),
+    (
+        "/reef/scenarios/{s}/pin",
+        {"POST": Route("operate", operate.pin), "DELETE": Route("operate", operate.unpin)},
+    ),
+    ("/reef/scenarios/{s}/candidates", {"GET": Route("read", candidates.candidates)}),
+    ("/reef/scenarios/{s}/candidates/{id}", {"GET": Route("read", candidates.candidate)}),
+    ("/reef/scenarios/{s}/candidates/{id}/promote", {"POST": Route("operate", candidates.promote)}),
+    ("/reef/scenarios/{s}/candidates/{id}/reject", {"POST": Route("operate", candidates.reject)}),
     ("/reef/scenarios/{s}/releases", {"GET": Route("read", views.releases)}),
     ("/reef/scenarios/{s}/releases/{id}", {"GET": Route("read", views.release)}),
     ("/reef/scenarios/{s}/rollback", {"POST": Route("operate", operate.rollback)}),
@@ -68,6 +102,7 @@ SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/reef/scenarios/{s}/reports", {"GET": Route("read", views.reports)}),
     ("/reef/scenarios/{s}/sessions", {"GET": Route("read", views.sessions)}),
     ("/reef/scenarios/{s}/sessions/*", {"GET": Route("read", views.session)}),
+    ("/reef/why/*", {"GET": Route("read", why.why)}),
 )
 """Routes with parts that vary: `{name}` is one part, `*` the rest."""
 
@@ -80,6 +115,9 @@ class App:
         self.shelf = Shelf(context.chain)
         self.work = Work(context.limits.concurrent, context.limits.held_bytes)
         self.spool = Spool(context.store)
+        self.why = Why(context.chain, context.store, Journal(context.board), context.audit, Family(context.chain))
+        self.feed = events.Feed(self.why.journal)
+        context.watch.on_change(self.feed.poke)
         self.meter = context.meter
         self.metrics = context.metrics
         self.metrics.gauges["reef_in_work"] = lambda: self.work.running
@@ -166,6 +204,11 @@ class App:
                 f"no scenario {name!r}; `reef scenarios` lists them, POST /reef/scenarios makes one",
                 param="x-reef-scenario",
             )
+        if await asyncio.to_thread(self.context.board.archived, name):
+            raise MissingError(
+                f"the scenario {name!r} was archived; `reef scenarios restore {name}` brings it back",
+                param="x-reef-scenario",
+            )
         return await self.create(name, {})
 
     async def create(self, name: str, settings: Mapping[str, Json]) -> Serving:
@@ -178,6 +221,10 @@ class App:
         finally:
             self._creating.pop(name, None)
         return serving
+
+    def stop(self) -> None:
+        """The server begins to drain: what has no end of its own ends now."""
+        self.feed.close()
 
     def wake(self, scenario: str) -> None:
         """Tell the learner to look at a scenario, without waiting. One message at a time; a dead one costs nothing."""

@@ -17,6 +17,7 @@ from reef.gateway.metrics import Metrics
 from reef.records import RecordStore
 from reef.records.board import Board
 from reef.releases import ReleaseChain
+from reef.scenario.audit import Absent, Audit
 from reef.scenario.serving import Watch
 
 
@@ -60,8 +61,10 @@ class Context:
 
     `route` finds the engine for a scenario and the model a request names; MissingError when there is none. `lenient`
     tells whether a scenario is answered also when its record cannot be stored now. `recipe_of` is a scenario's recipe
-    as people write it, for the status. `fixed` scenarios are defined in the configuration file and cannot be changed
-    over HTTP.
+    as people write it, for the status. `check_scenario` refuses settings that a request may not give, as creation does.
+    `audit` reads what the learner wrote down. `spent` is what a scenario's evaluations cost this month, `remote` the
+    state of the chain's remote, both for the status (None: nothing to show). `fixed` scenarios are defined in the
+    configuration file and cannot be changed over HTTP.
     """
 
     store: RecordStore
@@ -77,6 +80,11 @@ class Context:
     store_ready: Callable[[], Awaitable[bool]] = _always
     lenient: Callable[[str], bool] = lambda name: False
     recipe_of: Callable[[str], str | None] = lambda name: None
+    trouble_of: Callable[[str], str | None] = lambda name: None  # why a scenario cannot be served by its engine
+    check_scenario: Callable[[str, Mapping[str, Json]], None] = lambda name, settings: None
+    audit: Audit = field(default_factory=Absent)
+    spent: Callable[[str], Mapping[str, Json] | None] = lambda name: None
+    remote: Callable[[Mapping[str, str]], Mapping[str, Json] | None] = lambda serving: None
     models: tuple[str, ...] | None = None  # ids that GET /v1/models lists; None: the engines' names
     default_scenario: str = "default"
     create_scenarios: bool = True

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import reef
+from reef.core.nouns import ActKind
 from reef.gateway.call import Call
+from reef.scenario.story import STATES
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
@@ -78,11 +80,30 @@ BODIES: Mapping[str, Schema] = {
         reason=_TEXT,
         expected=_or_null(_TEXT),
     ),
+    "Changes": _object(recipe=_or_null(_TEXT), gate=_or_null(_ANY), releases=_or_null(_ANY)),
+    "Reason": _object(closed=True, reason=_or_null(_TEXT)),
+    "Pin": _object(closed=True, release_id=_or_null(_TEXT), reason=_or_null(_TEXT)),
+    "Promotion": _object(
+        closed=True, reason=_or_null(_TEXT), expected=_or_null(_TEXT), force=_or_null({"type": "boolean"})
+    ),
+    "Rejection": _object(closed=True, reason=_or_null(_TEXT), expected=_or_null(_TEXT)),
 }
 """What routes take. Where extra fields are allowed, they pass to the engine as they are."""
 
 _PAGE = _or_null({"type": ["integer", "string"]})
 _USAGE = _or_null(_ANY)
+_CANDIDATE = _object(
+    ("candidate_id", "scenario", "part", "state", "fits"),
+    candidate_id=_TEXT,
+    scenario=_NAME,
+    part={"enum": ["weights", "harness"]},
+    state={"enum": list(STATES)},
+    fits={"type": "boolean"},
+    verdict=_or_null(_TEXT),
+    reason=_or_null(_TEXT),
+    evaluation=_or_null(_ANY),
+    release_id=_or_null(_TEXT),
+)
 ANSWERS: Mapping[str, Schema] = {
     "Error": _object(
         ("error",),
@@ -118,6 +139,30 @@ ANSWERS: Mapping[str, Schema] = {
     "Session": _ANY,
     "Releases": _object(("releases", "next"), releases=_list(_ANY), next=_PAGE),
     "Release": _object(("release_id", "seq"), release_id=_TEXT, seq={"type": "integer"}),
+    "Candidates": _object(("candidates", "known"), candidates=_list(_CANDIDATE), known={"type": "boolean"}),
+    "Candidate": _CANDIDATE,
+    "WholeCandidate": {
+        "allOf": [_CANDIDATE, _object(("diff", "looks"), diff=_ANY, looks=_list(_ANY), acts=_list(_ANY), learnt=_ANY)]
+    },
+    "Archived": _object(("name", "archived"), name=_NAME, archived={"type": "boolean"}),
+    "Unpinned": _object(("name", "unpinned"), name=_NAME, unpinned={"type": "boolean"}),
+    "Why": _object(
+        ("kind", "id", "scenario", "unknown"),
+        kind={"enum": ["record", "report", "release", "candidate"]},
+        id=_TEXT,
+        scenario=_NAME,
+        unknown=_list(_TEXT),
+    ),
+    "Act": _object(
+        ("seq", "scenario", "kind", "ref", "actor", "reason", "at"),
+        seq={"type": "integer"},
+        scenario=_NAME,
+        kind={"enum": list(get_args(ActKind))},
+        ref=_TEXT,
+        actor=_TEXT,
+        reason=_TEXT,
+        at={"type": "number"},
+    ),
     "Hello": _object(("name", "version"), name=_TEXT, version=_TEXT),
     "Document": _object(("openapi", "paths"), openapi=_TEXT, paths=_ANY),
     "Status": _object(("status",), status=_TEXT),
@@ -158,14 +203,50 @@ ROUTES: Mapping[tuple[str, str], Described] = {
     ("GET", "/openapi.json"): ("This document", None, "Document", {}),
     ("GET", "/metrics"): ("Metrics in Prometheus' text format", None, "text", {}),
     ("GET", "/reef/status"): ("What is served and learnt", None, "Status", {}),
+    ("GET", "/reef/events"): (
+        "What is done to releases, as it happens (server-sent events)",
+        None,
+        "Act",
+        {"after": {"type": "integer", "minimum": 0}, "scenario": _NAME},
+    ),
     ("GET", "/reef/scenarios"): ("The scenarios a token may see", None, "Scenarios", {}),
     ("POST", "/reef/scenarios"): ("Create a scenario", "NewScenario", "Scenario", {}),
     ("GET", "/reef/scenarios/{s}"): ("One scenario", None, "Scenario", {}),
+    ("PATCH", "/reef/scenarios/{s}"): ("Change settings; null takes one back", "Changes", "Scenario", {}),
+    ("DELETE", "/reef/scenarios/{s}"): ("Archive a scenario", None, "Archived", {"reason": _TEXT}),
+    ("POST", "/reef/scenarios/{s}/restore"): ("Bring an archived scenario back", "Reason", "Scenario", {}),
+    ("POST", "/reef/scenarios/{s}/pin"): ("Keep a scenario at a release; hold what is accepted", "Pin", "Release", {}),
+    ("DELETE", "/reef/scenarios/{s}/pin"): ("Take the pin off", None, "Unpinned", {"reason": _TEXT}),
+    ("GET", "/reef/scenarios/{s}/candidates"): (
+        "Candidates, the newest look first",
+        None,
+        "Candidates",
+        {"limit": _WHOLE, "state": _CANDIDATE["properties"]["state"]},
+    ),
+    ("GET", "/reef/scenarios/{s}/candidates/{id}"): (
+        "One candidate: its looks and what it changes",
+        None,
+        "WholeCandidate",
+        {},
+    ),
+    ("POST", "/reef/scenarios/{s}/candidates/{id}/promote"): ("Serve a candidate", "Promotion", "Release", {}),
+    ("POST", "/reef/scenarios/{s}/candidates/{id}/reject"): (
+        "Turn a held candidate down",
+        "Rejection",
+        "Candidate",
+        {},
+    ),
+    ("GET", "/reef/why/{id}"): (
+        "Why: a record, report, release or candidate, forward and back",
+        None,
+        "Why",
+        {"limit": _WHOLE, "units": _WHOLE, "releases": _WHOLE},
+    ),
     ("GET", "/reef/scenarios/{s}/releases"): (
         "Releases, newest first",
         None,
         "Releases",
-        {"after": _TEXT, "limit": _WHOLE},
+        {"after": _TEXT, "limit": _WHOLE, "all": {"type": "boolean"}},
     ),
     ("GET", "/reef/scenarios/{s}/releases/{id}"): ("One release or candidate", None, "Release", {}),
     ("POST", "/reef/scenarios/{s}/rollback"): ("Serve an earlier release again", "Rollback", "Release", {}),
@@ -184,6 +265,7 @@ ROUTES: Mapping[tuple[str, str], Described] = {
 
 OPEN = {"/", "/api/hello", "/healthz", "/readyz", "/openapi.json"}
 CREATED = {("POST", "/reef/scenarios")}
+OPTIONAL = {"Reason", "Pin", "Promotion", "Rejection"}  # bodies that may be left out
 _STREAMED = {"Chat", "Responses", "Messages"}
 _STATUSES = {
     "400": "a field is wrong; `param` names it",
@@ -243,12 +325,17 @@ def _operation(
     if parameters:
         operation["parameters"] = parameters
     if body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": _ref(body)}}}
+        operation["requestBody"] = {
+            "required": body not in OPTIONAL,
+            "content": {"application/json": {"schema": _ref(body)}},
+        }
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if answer == "text":
         content = {"text/plain": {"schema": _TEXT}}
     elif body in _STREAMED:
         content["text/event-stream"] = {}
+    elif path == "/reef/events":
+        content = {"text/event-stream": {"schema": _ref(answer)}}
     good = "201" if (method, path) in CREATED else "200"
     responses: dict[str, Any] = {good: {"description": "done", "content": content}}
     error = "AnthropicError" if path.startswith("/v1/messages") else "Error"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reef.core.errors import InputError, MissingError
+from reef.core.errors import ConfigError, InputError, MissingError
 from reef.core.failpoint import failpoint
 from reef.core.ids import new_report, parse_receipt
 from reef.core.nouns import Json, Record, Report
@@ -64,6 +64,7 @@ async def report(app: App, call: Call) -> None:
     scenario = _scenario(call, records)
     if draft.choice is not None:
         _check_choice(draft.choice, records)
+    await _check_scorer(draft.metadata)
     entry = Report(
         id=draft.id,
         scenario=scenario,
@@ -247,6 +248,18 @@ def _check_choice(choice: int, records: list[Record]) -> None:
     for record in records:
         if record.status == "complete" and choice not in {given.index for given in record.choices}:
             raise InputError(f"{record.id} has no choice {choice}; it has {len(record.choices)}", param="choice")
+
+
+async def _check_scorer(metadata: Json) -> None:
+    """`metadata.check` says how a prompt's answers are judged: one that cannot is said now, not at some later look."""
+    if not isinstance(metadata, dict) or metadata.get("check") is None:
+        return
+    from reef.evaluation.scorers import reported  # few reports bring one, and it reads much
+
+    try:
+        await reported(metadata["check"])
+    except ConfigError as error:
+        raise InputError(error.message, param=error.param) from None
 
 
 def _references(value: Json, quoted: list[str]) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Begin to drain."""
+        if isinstance(self.config.app, App):
+            self.config.app.stop()
         self.should_exit = True
 
 

@@ -32,18 +32,20 @@ class Shelf:
         """For the hot path: what is here already."""
         return self._shelved.get(release_id)
 
-    async def take(self, release_id: str) -> Shelved:
-        """A release or candidate by id or unique prefix. MissingError when there is none, ChainError when damaged."""
-        if (found := self._shelved.get(release_id)) is not None:
+    async def take(self, release_id: str, scenario: str | None = None) -> Shelved:
+        """A release or candidate (of that scenario) by id or unique prefix. MissingError when there is none, ChainError
+        when damaged."""
+        found = self._shelved.get(release_id)
+        if found is not None and scenario in (None, found.release.scenario):
             return found
-        found = await asyncio.to_thread(self._read, release_id)
+        found = await asyncio.to_thread(self._read, release_id, scenario)
         if len(self._shelved) >= KEPT:
             self._shelved.clear()
         self._shelved[found.release.id] = found
         return found
 
-    def _read(self, release_id: str) -> Shelved:
-        release = self._chain.get(release_id)
+    def _read(self, release_id: str, scenario: str | None) -> Shelved:
+        release = self._chain.get(release_id, None if scenario is None else [scenario])
         rules = None
         if "harness" in release.parts:
             path: Path = self._chain.files(release.id, "harness")[tree.FILE]

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import orjson
 
-from reef.core.errors import InputError, MissingError
+from reef.core.errors import InputError, MissingError, StoreError
 from reef.core.ids import parse_receipt
-from reef.core.nouns import Choice, Purpose, Record, Release, Report, Status
+from reef.core.nouns import Act, Choice, Purpose, Record, Release, Report, Status
 from reef.core.text import Written
 from reef.gateway.call import Call
 from reef.gateway.report import resolve
 from reef.records import Query
+from reef.scenario.audit import Ruling
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
@@ -43,22 +44,43 @@ _RANGES = ("since", "until", "min_score", "max_score")
 
 
 async def releases(app: App, call: Call) -> None:
-    """`{releases, next}`; `next` is the `after` of the following page, or null."""
+    """`{releases, next}`; `next` is the `after` of the following page, or null.
+
+    Each has its `gain` as it was measured again on fresh tasks. `all=true` adds `rulings`: what was turned down or is
+    held beside them, newest first; null when the learner's audit cannot be read.
+    """
     name = _scenario(app, call)
     limit = call.number("limit", PAGE, MOST) or PAGE
-    after = call.query("after")
-    found = await asyncio.to_thread(app.context.chain.history, name, limit + 1, after)
+    after, whole = call.query("after"), call.query("all") in ("true", "1")
+
+    def ask() -> tuple[list[Release], list[dict[str, Any] | None], list[Ruling] | None]:
+        found = app.context.chain.history(name, limit + 1, after)
+        gains = [gain(app.why.journal.about(item.id)) for item in found[:limit]]
+        rulings: list[Ruling] | None = None
+        if whole:
+            with contextlib.suppress(StoreError):
+                rulings = app.why.audit.newest(name, limit, ("reject", "hold"))
+        return found, gains, rulings
+
+    found, gains, rulings = await asyncio.to_thread(ask)
     current = _current(app, name)
-    shown = [release_view(item, current=item.id == current) for item in found[:limit]]
-    await call.json(200, {"releases": shown, "next": shown[-1]["release_id"] if len(found) > limit else None})
+    shown = [
+        release_view(item, current=item.id == current) | {"gain": more}
+        for item, more in zip(found[:limit], gains, strict=True)
+    ]
+    body: dict[str, Any] = {
+        "releases": shown,
+        "next": shown[-1]["release_id"] if len(found) > limit else None,
+    }
+    if whole:
+        body["rulings"] = None if rulings is None else [ruling_view(row) for row in standing(rulings, found)]
+    await call.json(200, body)
 
 
 async def release(app: App, call: Call) -> None:
     """One release or candidate, by id or unique prefix."""
     name = _scenario(app, call)
-    found = (await app.shelf.take(call.params["id"])).release
-    if found.scenario != name:
-        raise MissingError(f"scenario {name!r} has no release {call.params['id']!r}", param="release_id")
+    found = (await app.shelf.take(call.params["id"], name)).release
     await call.json(200, release_view(found, current=found.id == _current(app, name)))
 
 
@@ -225,6 +247,18 @@ def _next(found: Sequence[tuple[int, Record | Report]], limit: int) -> int | Non
     return found[limit - 1][0] if len(found) > limit else None
 
 
+def standing(rulings: Sequence[Ruling], releases: Sequence[Release]) -> list[Ruling]:
+    """Of rulings, newest first, those that still hold: one that held a candidate ends with the decision on it."""
+    decided = {item.evaluation.candidate_id for item in releases if item.operation == "promote" and item.evaluation}
+    kept = []
+    for row in rulings:
+        if row.verdict != "hold" or row.candidate not in decided:
+            kept.append(row)
+        if row.candidate is not None:
+            decided.add(row.candidate)
+    return kept
+
+
 def release_view(item: Release, *, current: bool) -> dict[str, Any]:
     """A release as API.md lists it. Part files are `{name: {sha256, bytes}}`."""
     parts = {
@@ -253,6 +287,19 @@ def release_view(item: Release, *, current: bool) -> dict[str, Any]:
         "created_at": item.created_at,
         "current": current,
     }
+
+
+def gain(acts: Sequence[Act]) -> dict[str, Any] | None:
+    """A release's newest measurement on fresh tasks, from what the journal says of it; None: it has none."""
+    for act in reversed(acts):
+        if act.kind == "measure":
+            return {**act.detail, "said": act.reason, "at": act.at}
+    return None
+
+
+def ruling_view(row: Ruling) -> dict[str, Any]:
+    """An audit row."""
+    return asdict(row)
 
 
 def record_view(item: Record, *, whole: bool = False) -> dict[str, Any]:

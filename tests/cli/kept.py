@@ -51,9 +51,9 @@ class Folder:
         return code, said.out, said.err
 
     @contextlib.contextmanager
-    def serving(self):
+    def serving(self, **settings):
         lock = state.claim(self.path)
-        self.gateway = Gateway(self.path, FakeEngine())
+        self.gateway = Gateway(self.path, FakeEngine(), **settings)
         started, loop = threading.Event(), asyncio.new_event_loop()
         stop = asyncio.Event()
 

@@ -135,20 +135,6 @@ def test_a_default_scenario_that_cannot_be_made_stops_a_start(boot, monkeypatch)
         assemble.prepare(boot)
 
 
-def test_a_chain_of_another_model_is_refused(boot):
-    assemble.prepare(boot)
-    _, chain, board = open_all(boot)
-    other = Boot(
-        {**boot.settings, "reef": {**boot.settings["reef"], "engine": "local"}},
-        boot.run,
-        "",
-        {"name": "m", "digest": "d"},
-    )
-    with pytest.raises(ConfigError, match=r"belong to the model fake, not to m; .*--reef.state_dir"):
-        assemble._fits(other, assemble._settings(other), chain, "default", {})
-    board.close()
-
-
 def test_releases_and_rollback_without_a_server(boot, capsys):
     assemble.prepare(boot)
     assert main(["releases", "--json", "--reef.port", "1"]) == 0
@@ -290,6 +276,25 @@ def test_what_is_wrong_with_an_upstream_is_said_at_the_start(tmp_path, monkeypat
         bind.check(loaded.settings, loaded.values, loaded.place)
     assert message in str(caught.value), str(caught.value)
     assert "canary" not in str(caught.value)
+
+
+def test_a_webhook_whose_secret_is_not_set_is_said_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOOK", "")
+    Path("r.yaml").write_text("observability:\n  webhook: {url: 'http://h/', secret_env: HOOK}\n")
+    loaded = load(Path("r.yaml"), environment={})
+    with pytest.raises(ConfigError) as caught:
+        bind.check(loaded.settings, loaded.values, loaded.place)
+    assert str(caught.value) == "r.yaml:2: the secret of the webhook is read from HOOK, which is not set; export it"
+
+
+def test_a_webhook_whose_secret_is_set_is_right(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text("observability: {webhook: {url: 'http://h/in', secret_env: HOOK}}\n")
+    loaded = load(Path("r.yaml"), environment={})
+    bind.check(loaded.settings, loaded.values, loaded.place, keys=False)
+    monkeypatch.setenv("HOOK", "s")
+    bind.check(loaded.settings, loaded.values, loaded.place)
 
 
 @pytest.mark.parametrize(

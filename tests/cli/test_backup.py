@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from reef.core.nouns import Consumed
+from reef.evaluation.book import Book
 from reef.releases import Draft, NewPart
 from tests.cli.kept import Folder
 from tests.cli.test_forget import Story, publish
@@ -30,6 +31,9 @@ def test_a_backup_can_be_restored(folder, tmp_path, name, monkeypatch, capfd):
     """case 35: started from, asked, its head and records the same."""
     with sqlite3.connect(folder.path / "learn.db") as db:
         db.execute("CREATE TABLE cursors (place INTEGER)")
+    book = Book(folder.path / "gate.db")
+    book.turn("default", "candidate")
+    book.close()
     (folder.path / "token").write_text("secret-token-text")
     target = tmp_path / name
     code, out, err = folder.run("backup", str(target))
@@ -48,6 +52,9 @@ def test_a_backup_can_be_restored(folder, tmp_path, name, monkeypatch, capfd):
         assert restored.run("records", "--json")[0] == 0
         assert restored.run("import", "/dev/null")[0] == 0
     assert restored.head == folder.head
+    book = Book(restored.path / "gate.db")
+    assert book.turn("default", "next") == 2
+    book.close()
     assert restored.use(lambda store: store.get([folder.story.one.id])) == [folder.story.one]
 
 

@@ -213,11 +213,15 @@ def test_overrides_are_taken_out_anywhere():
     [
         ("reef:\n  port: 1\ngaet: {}\n", "reef.yaml:3: gaet is not a setting; did you mean gate?"),
         ("reef:\n  bacth_size: 1\n", "reef.yaml:2: reef.bacth_size is not a setting; did you mean reef.batch_size"),
+        (
+            "reef:\n  engine: fake\n  batch_size: 1\n",
+            "reef.yaml:3: reef.batch_size is not a setting, and the recipe record",
+        ),
         ("reef:\n  recipe: soa\n", "reef.yaml:2: reef.recipe: there is no recipe 'soa'; did you mean sao?"),
         ("reef:\n  recipe: nowhere.x:Y\n", "reef.yaml:2: no module 'nowhere'"),
         ("gate:\n  policy: gaurded\n", "reef.yaml:2: gate.policy: there is no policy 'gaurded'; did you mean guarded?"),
-        ("gate:\n  options: {drfit: 1}\n", "reef.yaml:1: unknown gate option 'drfit'"),
-        ("gate:\n  policy: better\n  suite: gone.jsonl\n", "reef.yaml:1: "),
+        ("gate:\n  options: {drfit: 1}\n", "reef.yaml:2: unknown gate option 'drfit'"),
+        ("gate:\n  policy: better\n  suite: gone.jsonl\n", "reef.yaml:3: cannot read the suite"),
         (
             "training:\n  backend: lcal\n",
             "reef.yaml:2: training.backend: there is no trainer 'lcal'; did you mean local?",
@@ -302,6 +306,38 @@ def test_no_server_is_1_with_a_next_step(capsys):
     assert "--score" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "why"), [("{check", "is not JSON"), ("5", "must be a JSON object")])
+def test_metadata_that_is_no_object_is_one_line(text, why, capsys):
+    assert main(["report", "0" * 32, "--score", "1", "--metadata", text]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("reef: --metadata " + why)
+    assert said.count("\n") == 1
+
+
+def test_metadata_goes_with_a_report(capsys):
+    sent = []
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            sent.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            answer = b'{"agent_record_id": "rep_1", "scenario": "default", "duplicate": false}'
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        check = '{"check": {"scorer": "number", "answer": 5}}'
+        given = ["report", "0" * 32, "--score", "1", "--metadata", check]
+        assert main([*given, "--reef.port", str(server.server_port)]) == 0
+    check = {"check": {"scorer": "number", "answer": 5}}
+    assert sent == [{"score": 1.0, "metadata": check, "references": ["0" * 32]}]
+
+
 @pytest.mark.parametrize("score", ["nan", "inf", "-inf"])
 def test_a_score_that_is_no_number_is_one_line(score, capsys):
     assert main(["report", "0" * 32, f"--score={score}"]) == 2
@@ -373,7 +409,7 @@ def test_doctor_tells_what_is_missing_from_what_is_wrong(capsys, monkeypatch):
 
 
 def test_doctor_goes_on_after_a_wrong_configuration(capsys, monkeypatch):
-    monkeypatch.setattr("reef.cli.doctor._model", lambda name: name)
+    monkeypatch.setattr("reef.cli.doctor._model", lambda name: {"path": "x", "name": name, "digest": "d"})
     Path("reef.yaml").write_text("gaet: {}\n")
     assert main(["doctor", "--json", "--reef.port", "0"]) == 1
     found = {item["what"]: item["ok"] for item in json.loads(capsys.readouterr().out)["findings"]}

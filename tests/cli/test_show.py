@@ -91,6 +91,23 @@ def test_a_record_is_shown_with_its_reports_and_its_tokens_counted(server, reef)
     assert json.loads("{" + line.strip().rstrip(",") + "}") == {"output_ids": whole["choices"][0]["output_ids"]}
 
 
+def test_a_real_server_says_why_and_changes_settings(server, reef):
+    code, out, err = reef("why", server.receipt)
+    assert (code, err) == (0, "")
+    assert "there from the beginning" in out
+    assert "not known" not in out, "the learner's audit is there"
+    assert json.loads(reef("candidates", "--json")[1]) == {"candidates": [], "known": True}
+    token = state.read_token(server.folder / ".reef")
+    with httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {token}"}, timeout=20) as client:
+        assert client.post("/reef/scenarios", json={"name": "shop"}).status_code == 201
+        done = client.patch("/reef/scenarios/shop", json={"releases": {"mode": "review"}})
+        assert done.status_code == 200, done.text
+        for body in ({"gate": {"policy": "os:system"}}, {"gate": {"polcy": "always"}}, {"nonsense": 1}):
+            assert client.patch("/reef/scenarios/shop", json=body).status_code == 400, body
+        assert client.patch("/reef/scenarios/shop", json={"recipe": "record"}).json()["recipe"] == "record"
+    assert reef("scenarios", "archive", "shop")[0] == 0
+
+
 def test_lists_mark_what_was_an_evaluation(server, reef):
     _, out, _ = reef("records")
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}

@@ -5,9 +5,10 @@ import asyncio
 import httpx
 import pytest
 
-from reef.core.errors import ChainError, DigestError, StoreError
+from reef.core.errors import ChainError, ConfigError, DigestError, StoreError
 from reef.engines.fake import Fault
 from reef.records.board import Board
+from reef.records.journal import Journal
 from reef.releases import Draft
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -301,6 +302,11 @@ async def test_status(gateway, client):
                 "seq": 0,
                 "epoch": served.epoch,
                 "recipe": None,
+                "pin": None,
+                "held": None,
+                "gain": None,
+                "spent": None,
+                "behind": None,
                 "learner": None,
             }
         },
@@ -315,3 +321,131 @@ async def test_sync_client_keeps_its_connection(gateway):
             return [client.post("/v1/chat/completions", json=ASK).status_code for _ in range(20)]
 
     assert await asyncio.to_thread(talk) == [200] * 20
+
+
+async def test_settings_are_changed_one_by_one_and_checked_like_creation(run, tmp_path):
+    def check(name, settings):
+        if settings.get("recipe") == "bad":
+            raise ConfigError("there is no recipe 'bad'", param="recipe")
+
+    async with run(tmp_path, check_scenario=check, fixed=frozenset({"written"})) as gateway, gateway.client() as client:
+        await client.post("/reef/scenarios", json={"name": "shop", "recipe": "record"})
+        route = "/reef/scenarios/shop"
+        done = await client.patch(route, json={"gate": {"alpha": 0.01}})
+        assert (done.status_code, done.json()["name"]) == (200, "shop")
+        assert gateway.board.scenarios()["shop"] == {"recipe": "record", "gate": {"alpha": 0.01}}
+        assert (await client.patch(route, json={"recipe": None})).status_code == 200
+        assert gateway.board.scenarios()["shop"] == {"gate": {"alpha": 0.01}}
+        for body, param in (({"recipe": "bad"}, "recipe"), ({"engine": "x"}, "engine"), ({"name": "y"}, "name")):
+            refused = await client.patch(route, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        assert gateway.board.scenarios()["shop"] == {"gate": {"alpha": 0.01}}
+        assert (await client.patch("/reef/scenarios/none", json={})).status_code == 404
+        gateway.ensure("written", {})
+        for method in (client.patch(f"{route[:-4]}written", json={}), client.delete(f"{route[:-4]}written")):
+            refused = await method
+            assert (refused.status_code, "configuration file" in refused.text) == (409, True)
+
+
+async def test_settings_nested_without_end_are_a_clients_mistake(gateway, client):
+    deep = {}
+    for _ in range(900):
+        deep = {"a": deep}
+    for method, path, body in (("POST", "", {"name": "deep", "gate": deep}), ("PATCH", "/default", {"gate": deep})):
+        refused = await client.request(method, f"/reef/scenarios{path}", json=body)
+        assert (refused.status_code, "nested" in refused.json()["error"]["message"]) == (400, True)
+
+
+async def test_changes_at_the_same_time_are_all_kept(gateway, client):
+    await client.post("/reef/scenarios", json={"name": "shop"})
+    keys = [f"key{number}" for number in range(6)]
+    done = await asyncio.gather(*(client.patch("/reef/scenarios/shop", json={key: 1}) for key in keys))
+    assert {item.status_code for item in done} == {200}
+    assert gateway.board.scenarios()["shop"] == dict.fromkeys(keys, 1)
+
+
+async def test_an_archived_scenario_is_gone_until_it_is_restored(gateway, client):
+    await client.post("/reef/scenarios", json={"name": "shop", "recipe": "record"})
+    head = gateway.chain.head("shop").id
+    assert (await client.delete("/reef/scenarios/shop?reason=moved")).json() == {"name": "shop", "archived": True}
+    assert (await client.get("/reef/scenarios/shop")).status_code == 404
+    asked = await client.post("/s/shop/v1/chat/completions", json=ASK)
+    assert asked.status_code == 404
+    assert "reef scenarios restore shop" in asked.json()["error"]["message"]
+    assert (await client.delete("/reef/scenarios/shop")).status_code == 404
+    for _ in range(2):
+        back = await client.post("/reef/scenarios/shop/restore")
+        assert (back.status_code, back.json()["release_id"]) == (200, head)
+    assert gateway.board.scenarios()["shop"] == {"recipe": "record"}
+    assert (await client.post("/s/shop/v1/chat/completions", json=ASK)).status_code == 200
+    assert (await client.post("/reef/scenarios/none/restore")).status_code == 404
+    kept = await client.delete("/reef/scenarios/default")
+    assert (kept.status_code, "default scenario" in kept.text) == (409, True)
+    told = [act for act in Journal(gateway.board).newest(scenario="shop") if act.kind in ("archive", "restore")]
+    assert [(act.kind, act.actor, act.reason) for act in told] == [
+        ("restore", "owner", ""),
+        ("archive", "owner", "moved"),
+    ]
+
+
+async def test_of_several_who_create_or_restore_at_once_each_is_told_the_truth(gateway, client):
+    made = await asyncio.gather(
+        *(client.post("/reef/scenarios", json={"name": "shop", "batch_size": n}) for n in (2, 3, 4))
+    )
+    assert sorted(one.status_code for one in made) == [201, 409, 409]
+    again = await asyncio.gather(*(client.post("/reef/scenarios", json={"name": "twin"}) for _ in range(3)))
+    assert all(one.status_code in (201, 409) for one in again)
+    await client.delete("/reef/scenarios/shop")
+    back = await asyncio.gather(*(client.post("/reef/scenarios/shop/restore", json={}) for _ in range(8)))
+    assert [one.status_code for one in back] == [200] * 8
+    assert (await client.post("/reef/scenarios/nothing/restore", json={})).status_code == 404
+
+
+async def test_a_pinned_scenario_stays_and_the_status_says_so(gateway, client):
+    base = gateway.board.get("default").release_id
+    top = gateway.publish_rules("Be brief.")
+    there = await client.post("/reef/scenarios/default/pin")
+    assert (there.status_code, there.json()["release_id"]) == (200, top)
+    moved = await client.post("/reef/scenarios/default/pin", json={"release_id": base[:10], "reason": "release week"})
+    assert (moved.json()["operation"], moved.json()["base"]) == ("rollback", base)
+    shown = (await client.get("/reef/status")).json()["scenarios"]["default"]["pin"]
+    assert (shown["release_id"], shown["actor"], shown["reason"]) == (base, "owner", "release week")
+    held = await client.post("/reef/scenarios/default/rollback", json={"release_id": top})
+    assert (held.status_code, "release week" in held.text) == (409, True)
+    for expected in (True, False):
+        off = await client.delete("/reef/scenarios/default/pin")
+        assert off.json() == {"name": "default", "unpinned": expected}
+    assert (await client.get("/reef/status")).json()["scenarios"]["default"]["pin"] is None
+    assert (await client.post("/reef/scenarios/default/pin", json={"release_id": "0" * 40})).status_code == 404
+
+
+async def test_releases_show_the_gain_measured_again_and_what_was_turned_down(run, tmp_path):
+    from reef.loop.audit import Audit
+    from tests.gateway.life import Life
+
+    async with run(tmp_path, audit=Audit(tmp_path / "learn.db")) as gateway, gateway.client() as client:
+        life = Life(tmp_path, gateway.chain, gateway.board)
+        rejected, release, held = life.reject(), life.publish(), life.hold()
+        detail = {"gain": 0.05, "lower": 0.01, "upper": 0.09, "tasks": 100, "fresh": 90}
+        Journal(gateway.board).tell("default", "measure", release.id, actor="learner", reason="again", detail=detail)
+        page = (await client.get("/reef/scenarios/default/releases")).json()
+        assert "rulings" not in page
+        newest, base = page["releases"]
+        assert (newest["gain"]["gain"], newest["gain"]["said"], base["gain"]) == (0.05, "again", None)
+        rulings = (await client.get("/reef/scenarios/default/releases?all=true")).json()["rulings"]
+        assert [(row["candidate"], row["verdict"]) for row in rulings] == [(held.id, "hold"), (rejected.id, "reject")]
+        gateway.context.watch.refresh()
+        assert (await client.get("/reef/status")).json()["scenarios"]["default"]["gain"]["gain"] == 0.05
+
+
+async def test_the_status_says_that_the_newest_release_is_not_served_yet(gateway, client):
+    served = gateway.board.get("default").release_id
+    head = gateway.chain.publish("default", Draft("publish", {}, step=1), served)
+
+    async def behind():
+        return (await client.get("/reef/status")).json()["scenarios"]["default"]["behind"]
+
+    assert (await behind()).startswith(f"release 1 ({head.id[:12]}) is newer; it is served when its files are whole")
+    rollback = await client.post("/reef/scenarios/default/rollback", json={"release_id": served})
+    assert rollback.status_code == 200
+    assert await behind() is None

@@ -410,3 +410,48 @@ async def test_a_record_erased_while_its_answer_streams_stays_gone(run, tmp_path
         assert await gateway.store.known([receipt]) == []
         refused = await client.post("/reef/report", json={"score": 1, "references": [receipt]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "references")
+
+
+@pytest.mark.parametrize(
+    ("check", "words"),
+    [
+        ({"scorer": "nmber", "answer": 5}, "did you mean number?"),
+        ({"scorer": "judge", "answer": 5}, "exact, contains, regex, number, schema"),
+        ({"scorer": "tests", "answer": "def test_it(): pass"}, "exact, contains, regex, number, schema"),
+        ({"scorer": {"use": "code", "call": "os:getcwd"}}, "exact, contains, regex, number, schema"),
+        (5, "must be an object like"),
+        ({"answer": 5}, "must be an object like"),
+        ({"scorer": "number"}, "needs answer"),
+        ({"scorer": "number", "answer": "five"}, "the scorer number"),
+        ({"scorer": {"use": "number", "tolernce": 1}, "answer": 5}, "did you mean metadata.check.scorer.tolerance"),
+        ({"scorer": "regex", "answer": "("}, "cannot be used"),
+        ({"scorer": "schema", "answer": {"type": "objekt"}}, "not a JSON schema"),
+    ],
+)
+async def test_a_check_that_judges_nothing_is_refused(gateway, client, receipt, check, words):
+    body = {"score": 1, "references": [receipt], "metadata": {"check": check}}
+    refused = await client.post("/reef/report", json=body)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"].startswith("metadata.check")
+    assert error["message"].startswith("metadata.check")
+    assert words in error["message"]
+    assert await stored(gateway) == []
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"check": {"scorer": "number", "answer": 5}},
+        {"check": {"scorer": {"use": "number", "tolerance": 0.1}, "answer": [5, 6]}},
+        {"check": {"scorer": "regex", "answer": "^a+$"}},
+        {"check": {"scorer": "schema", "answer": {"type": "object"}}},
+        {"checks": {"scorer": "nmber"}},
+        {"check": None},
+    ],
+)
+async def test_a_check_that_can_judge_and_other_metadata_are_taken(gateway, client, receipt, metadata):
+    body = {"score": 1, "references": [receipt], "metadata": metadata}
+    assert (await client.post("/reef/report", json=body)).status_code == 200
+    ((report,),) = [await stored(gateway)]
+    assert report.metadata == metadata
