@@ -51,6 +51,7 @@ def test_ordinary_feedback_passes(text):
     ],
 )
 def test_what_must_not_enter_is_refused_without_being_quoted(text, word):
+    """case 51: instructions in what users or tools say do not become rules."""
     reason = screen(text)
     assert word in reason
     assert text not in reason

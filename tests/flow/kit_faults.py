@@ -1,6 +1,7 @@
-"""Real troubles of a record store's disk, each as `async with fault(process):`, over when the block ends.
+"""Real troubles of a disk; those of a gateway's record store are `async with fault(process):`, over when it ends.
 
-Knows: files, locks, limits and file systems. Does not know: what a gateway does about it.
+Knows: files, locks, limits and file systems. Does not know: what a gateway or a learner does about it.
+`FAULTS` are those of this process and its children: `with FAULTS[name](folder):`.
 """
 
 import asyncio
@@ -10,7 +11,9 @@ import resource
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from tests.flow.kit_load import Process
@@ -94,3 +97,94 @@ def small(folder: Path, size: str = "24m") -> Iterator[bool]:
                 subprocess.run(["umount", "-l", str(folder)], check=True)
             return
     yield False
+
+
+# --- of this process --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stunted(folder: Path) -> Iterator[None]:
+    """No file may grow: every write fails half-way, in git too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """The file system of the folder is full, to the last block. Use it on a small one."""
+    filler = folder.parent / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@contextlib.contextmanager
+def barred(folder: Path) -> Iterator[None]:
+    """Nothing below may be written or made. For a process without root's rights."""
+    modes = {path: path.stat().st_mode for path in [folder, *folder.rglob("*")] if not path.is_symlink()}
+    for path in sorted(modes, reverse=True):
+        path.chmod(modes[path] & 0o555)
+    try:
+        yield
+    finally:
+        for path in sorted(modes):
+            with contextlib.suppress(FileNotFoundError):
+                path.chmod(modes[path])
+
+
+SYNCS = "pwrite64,ftruncate,fsync,fdatasync,mkdir,mkdirat,link,linkat,rename,renameat,renameat2"
+
+
+@contextlib.contextmanager
+def quota(folder: Path) -> Iterator[None]:
+    """The quota is used up: strace answers EDQUOT to whatever makes something durable, in all threads and children."""
+    options = ["-f", "-qq", "-o", "/dev/null", "-e", f"inject={SYNCS}:error=EDQUOT", "-e", f"trace={SYNCS}"]
+    tracer = subprocess.Popen(["strace", *options, "-p", str(os.getpid())], stderr=subprocess.DEVNULL)
+    while not all(_traced(task) for task in Path("/proc/self/task").iterdir()):
+        assert tracer.poll() is None, "strace could not attach"
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        tracer.terminate()
+        tracer.wait()
+
+
+def _traced(task: Path) -> bool:
+    try:
+        return "TracerPid:\t0\n" not in (task / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # that thread has just ended
+        return True
+
+
+FAULTS: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
+    "stunted": stunted,
+    "full": full,
+    "barred": barred,
+    "quota": quota,
+}
+
+
+def attachable() -> bool:
+    """Whether strace is here and may attach to a process."""
+    if shutil.which("strace") is None:
+        return False
+    program = [sys.executable, "-c", "import time; time.sleep(30)"]
+    with subprocess.Popen(program) as sleeper:
+        try:
+            done = subprocess.run(
+                ["timeout", "1", "strace", "-qq", "-o", "/dev/null", "-p", str(sleeper.pid)], capture_output=True
+            )
+            return done.returncode == 124
+        finally:
+            sleeper.kill()

@@ -14,17 +14,20 @@ import signal
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from reef.core import failpoint
-from reef.core.errors import StaleHead
+from reef.core.errors import ConflictError, PrunedError, StaleHead
 from reef.core.nouns import Consumed, Release
 from reef.records.board import Board
+from reef.records.journal import Journal
 from reef.releases import Draft, NewPart
-from reef.releases.chain import KEPT, GitChain
-from reef.scenario.serving import align, ensure, rollback
+from reef.releases.chain import GitChain
+from reef.releases.prune import Policy, prune
+from reef.scenario.serving import TOLD, align, ensure, keep_pin, pin, promote, rollback, tell, unpin
 
 BASE = NewPart("base", {"weights.json": b'{"kind":"base"}'}, {"kind": "base"})
 OBJECTS = [
@@ -129,12 +132,17 @@ def test_publish_killed_at_every_step(site):
 
 def test_candidate_killed_at_every_step(site):
     head = site.chain.head("a")
-    for number in range(KEPT):
+    for number in range(4):
         site.chain.publish("a", Draft("candidate", {"weights": weights(1000 + number)}, base=head.id), None)
-    steps = [*LARGE, *OBJECTS, "releases.before_prune", "releases.after_prune"]
-    for number, armed in enumerate(steps * 2):
+    policy = Policy(candidates=4)
+
+    def propose(draft):
+        site.open().publish("a", draft, None)
+        prune(site.open(), policy)
+
+    for number, armed in enumerate([*LARGE, *OBJECTS, "releases.refs_pruned", "releases.pruned_listed"] * 2):
         draft = Draft("candidate", {"weights": weights(number)}, base=head.id, step=number)
-        assert killed(lambda draft=draft: site.open().publish("a", draft, None), armed)
+        assert killed(lambda draft=draft: propose(draft), armed)
         chain = site.open()
         made = chain.publish("a", draft, None)
         held = chain.candidates("a")
@@ -142,8 +150,8 @@ def test_candidate_killed_at_every_step(site):
         assert made in held
         assert chain.files(made.id, "weights")
         assert site.settle() == head
-    site.chain.publish("a", Draft("candidate", {"weights": weights(99)}, base=head.id), None)
-    assert len(site.chain.candidates("a")) == KEPT, "the next candidate prunes what killed ones did not"
+    prune(site.chain, policy)
+    assert len(site.chain.candidates("a")) == 4, "the next run prunes what killed ones did not"
 
 
 def test_rollback_killed_at_every_step(site):
@@ -221,3 +229,61 @@ def test_publishing_killed_at_random_moments_with_its_git(site):
     assert len(steps) > 5, "the children had time to publish"
     with pytest.raises(StaleHead):
         site.chain.publish("a", Draft("publish", {"weights": weights(0)}, step=-1), site.chain.history("a")[3].id)
+
+
+@pytest.mark.parametrize("kills", [15, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])])
+def test_every_operation_killed_at_random_moments(site, kills):
+    """Publishes, candidates, promotions, rollbacks, pins and prunes in any order, by processes that die at any instant:
+    what is served is the head, every kept release is whole, no unit is in two releases of one line, and what the
+    journal misses can be told."""
+    dice = random.Random(11)
+    policy = Policy(releases=3, candidates=3)
+
+    def work(seed: int) -> None:
+        luck, chain = random.Random(seed), site.open()
+        with site.board() as board:
+            while True:
+                step = chain.head("a").step + 1
+                head = keep_pin("a", chain, board) or chain.head("a")
+                consumed = {"weights": Consumed(step, (f"r{head.seq + 1}:0",))}
+                part = {"weights": weights(luck.randrange(5000))}
+                proposal = Draft("candidate", part, base=head.id, step=step, line="l", consumed=consumed)
+                kind = luck.choice(["publish", "promote", "rollback", "pin", "prune"])
+                with contextlib.suppress(PrunedError, ConflictError):
+                    if kind == "publish" and Journal(board).pinned("a") is None:
+                        made = chain.publish("a", replace(proposal, operation="publish"), head.id)
+                        align("a", chain, board)
+                        tell(made, board)
+                    elif kind == "promote":
+                        held = chain.publish("a", proposal, None)
+                        promote("a", held.id, chain, board, actor="x", reason="")
+                    elif kind == "rollback":
+                        rollback("a", luck.choice(chain.history("a", 6)).id, chain, board, actor="x", reason="")
+                    elif kind == "pin":
+                        pin("a", luck.choice(chain.history("a", 3)).id, chain, board, actor="x", reason="")
+                        unpin("a", board, actor="x", reason="")
+                    else:
+                        pinned = Journal(board).pinned("a")
+                        prune(chain, replace(policy, pinned=frozenset({pinned.release_id} if pinned else ())))
+
+    spread = 0.2
+    for number in range(kills):
+        before = site.chain.head("a")
+        assert killed(lambda number=number: work(number), after=dice.uniform(0.02, spread))
+        site.open()
+        site.settle()
+        with site.board() as board:
+            unpin("a", board, actor="x", reason="")
+            history = site.chain.history("a", 10_000)
+            for release in history[: history[0].seq - before.seq + 1]:
+                tell(release, board)
+            told = {(act.kind, act.ref) for act in Journal(board).after(0, 100_000)}
+        assert told >= {(TOLD[release.operation], release.id) for release in history}
+        for release in history[:3]:
+            assert site.chain.files(release.id, "weights")
+        spread = min(2.0, spread * (1.3 if history[0] == before else 0.9))
+    units = [unit for release in history for consumed in release.consumed.values() for unit in consumed.units]
+    assert len(units) == len(set(units)), "no unit is in two releases"
+    assert len(history) > kills / 3, "the children had time to work"
+    prune(site.chain, policy)
+    assert site.settle() == history[0]

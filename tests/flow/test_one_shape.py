@@ -14,6 +14,7 @@ import pytest
 from recipes.feedback_rules.recipe import FeedbackRules
 from recipes.sao.recipe import SAORecipe
 from reef.engines.fake import FakeEngine
+from reef.evaluation import Means, Sizes
 from reef.evaluation.policies import Guarded
 from reef.gateway.auth import Tokens
 from reef.gateway.context import Context, Target
@@ -36,7 +37,8 @@ class Shape(World):
         self.known = {self.head.id}
         self.engine = FakeEngine(reply=self._reply)
         self.recipes = {"weights": SAORecipe(batch_size=2), "harness": FeedbackRules()}
-        self.evaluator = Guarded(engine=self.engine, base_id=self.head.id, prompts=self._recent, renders=self._rules)
+        means = Means("s", self.engine, self.head.id, prompts=self._recent, renders=self._rules)
+        self.evaluator = Guarded(means, Sizes(), {})
         self.watch = Watch(self.board)
         context = Context(
             store=self.store,

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from reef.core.errors import EngineError, MissingError, StoreError, TrainError, WireError
+from reef.core.errors import ConflictError, EngineError, MissingError, StoreError, TrainError, WireError
 from reef.core.nouns import Candidate, Evaluation, Release
 from reef.core.wire import Progress, Step, Stepped
 from reef.harness import tree
+from reef.loop.audit import Audit
 from reef.loop.update import ATTEMPTS
 from reef.records import keep
 from reef.releases import Draft, NewPart
-from reef.scenario.serving import rollback
+from reef.scenario import decide
+from reef.scenario.learnt import Family
+from reef.scenario.serving import align, pin, promote, rollback, unpin
 from reef.trainers import folder
+from reef.trainers.fake import FakeTrainer
 from tests.loop.kit import NAME, Rules, Score, World, record, report
 
 
@@ -212,6 +217,173 @@ async def test_a_held_line_ends_by_a_persons_reject(world: World) -> None:
     assert world.head.line == f"{held.line[:-1]}2"
 
 
+async def hold(world: World) -> str:
+    """Learn a step that is held; returns the candidate."""
+    await world.say(2)
+    await world.settle()
+    newest = world.ledger.looks(NAME, limit=1)[0]
+    assert (newest.verdict, newest.candidate is not None) == ("hold", True)
+    assert newest.candidate is not None
+    return newest.candidate
+
+
+async def test_several_are_held_in_turn(world: World) -> None:
+    """One is turned down, two are promoted; each time the line goes on from what is served, and all of it is told."""
+    world.options = {"mode": "review"}
+    audit, family, base = Audit(world.folder / "learn.db"), Family(world.chain), world.head
+    one = await hold(world)
+    decide.reject(NAME, one, world.chain, world.board, audit, family, actor="ada", reason="not this one")
+    two = await hold(world)
+    assert world.chain.get(two).line == f"{base.id[:12]}-2"
+    first = decide.promote(NAME, two, world.chain, world.board, audit, actor="ada", reason="good")
+    three = await hold(world)
+    held = world.chain.get(three)
+    assert (held.base, held.line, held.step) == (first.id, f"{first.id[:12]}-1", 2)
+    second = decide.promote(NAME, three, world.chain, world.board, audit, actor="bob", reason="better")
+    assert await world.settle() == 0
+    assert (world.head, serving(world), second.step) == (second, second.id, 2)
+    assert [release.operation for release in world.chain.history(NAME)] == ["promote", "promote", "create"]
+    units = [set(release.consumed["weights"].units) for release in (second, first)]
+    assert [len(names) for names in units] == [2, 2]
+    assert not units[0] & units[1]
+    assert world.ledger.fates(NAME, "weights") == {"trained": 6}
+    told = [(act.kind, act.ref, act.actor) for act in world.journal.after(0) if act.kind != "create"]
+    assert told == [
+        ("hold", one, "learner"), ("reject", one, "ada"), ("hold", two, "learner"), ("promote", first.id, "ada"),
+        ("hold", three, "learner"), ("promote", second.id, "bob"),
+    ]  # fmt: skip
+
+
+async def test_a_promotion_keeps_what_came_to_the_head_meanwhile(world: World) -> None:
+    world.options = {"mode": "review"}
+    candidate = await hold(world)
+    rules = world.note("Stay calm.")
+    await world.say(2)
+    assert await world.settle() == 0  # another part's release does not end the wait
+    audit = Audit(world.folder / "learn.db")
+    made = decide.promote(NAME, candidate, world.chain, world.board, audit, actor="ada", reason="good")
+    assert made.parts["harness"] == rules.parts["harness"]
+    assert made.parts["weights"] == world.chain.get(candidate).parts["weights"]
+    world.options = {}
+    await world.settle()
+    assert (world.head.step, world.head.line) == (2, f"{made.id[:12]}-1")
+    assert world.head.parts["harness"] == rules.parts["harness"]
+
+
+async def test_a_rollback_ends_the_wait_of_a_held_line(world: World) -> None:
+    base = world.head
+    await world.say(2)
+    await world.settle()
+    world.options = {"mode": "review"}
+    candidate = await hold(world)
+    back = rollback(NAME, base.id, world.chain, world.board, actor="ada", reason="start again")
+    again = await hold(world)
+    assert world.chain.get(again).line == f"{back.id[:12]}-1"
+    audit = Audit(world.folder / "learn.db")
+    with pytest.raises(ConflictError, match="other weights since"):
+        decide.promote(NAME, candidate, world.chain, world.board, audit, actor="ada", reason="late")
+    made = decide.promote(NAME, again, world.chain, world.board, audit, actor="ada", reason="good")
+    await world.settle()
+    assert (world.head, serving(world)) == (made, made.id)
+
+
+async def test_a_pinned_scenario_holds_what_the_gate_accepts(world: World) -> None:
+    base = world.head
+    pin(NAME, base.id, world.chain, world.board, actor="ada", reason="a demonstration")
+    candidate = await hold(world)
+    (look,) = world.ledger.looks(NAME)
+    assert f"the script says accept (held, because ada pinned the scenario to {base.id[:12]}: a demo" in look.reason
+    assert [act.kind for act in world.journal.about(candidate)] == ["hold"]
+    assert (world.head, serving(world)) == (base, base.id)
+    audit = Audit(world.folder / "learn.db")
+    with pytest.raises(ConflictError, match="reef pin --off"):
+        decide.promote(NAME, candidate, world.chain, world.board, audit, actor="ada", reason="good")
+    unpin(NAME, world.board, actor="ada", reason="it is over")
+    assert await world.settle() == 0  # a person decides about what was held
+    decide.promote(NAME, candidate, world.chain, world.board, audit, actor="ada", reason="good")
+    await world.say(2)
+    await world.settle()
+    assert [release.operation for release in world.chain.history(NAME)] == ["publish", "promote", "create"]
+
+
+async def test_a_release_that_was_on_its_way_when_a_pin_came_is_taken_back(world: World) -> None:
+    """The pin comes after the gate's verdict was looked at, before the release: nobody can order those two."""
+    base, publish = world.head, world.chain.publish
+
+    def late(scenario: str, draft: Draft, expected: str | None) -> Release:
+        if draft.operation == "publish":
+            world.journal.pin(NAME, base.id, actor="ada", reason="stop")
+        return publish(scenario, draft, expected)
+
+    world.chain.publish = late  # type: ignore[method-assign]
+    await world.say(2)
+    await world.settle()
+    assert [release.operation for release in world.chain.history(NAME)] == ["rollback", "publish", "create"]
+    assert (world.head.base, world.head.actor, serving(world)) == (base.id, "ada", world.head.id)
+    assert sorted(act.kind for act in world.journal.after(0)) == ["create", "pin", "release", "rollback"]
+
+
+async def test_what_happens_is_told_once_with_its_evidence(world: World) -> None:
+    world.evaluator.verdicts = ["reject", "accept"]
+    for _ in range(2):
+        await world.say(2)
+        await world.settle()
+    _, reject, release = world.journal.after(0)
+    looks = world.ledger.looks(NAME)
+    assert (reject.kind, reject.ref, reject.reason) == ("reject", looks[1].candidate, "the script says reject")
+    assert (release.kind, release.ref, release.actor) == ("release", world.head.id, "learner")
+    assert release.detail == {
+        "seq": 1, "base": world.head.base, "parent": world.head.parent, "step": 1, "line": world.head.line, "units": 2,
+        "parts": ["weights"], "candidate": looks[0].candidate, "verdict": "accept", "policy": "scripted", "metrics": {},
+    }  # fmt: skip
+    before = world.journal.last()
+    await world.close()
+    await world.open()
+    await world.settle()
+    assert world.journal.last() == before
+
+
+async def test_trouble_is_told_once_for_each_cause(world: World) -> None:
+    world.tools = replace(world.tools, trainer=Flaky(world.trainer, ["full"] * 8 + ["before"] * 4))
+    await world.say(2)
+    for _ in range(12):
+        await world.update()
+    told = [act for act in world.journal.after(0) if act.kind == "trouble"]
+    assert [(act.detail["part"], act.detail["failures"]) for act in told] == [("weights", 3), ("weights", 9)]
+    assert "no space left" in told[0].reason
+    assert "went away" in told[1].reason
+    await world.settle()
+    assert world.head.step == 1
+
+
+async def test_what_could_not_be_told_is_told_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records' disk is full for a moment, just when a rejection is told."""
+    world.evaluator.verdicts = ["reject"]
+
+    def full(*args: object, **rest: object) -> None:
+        raise StoreError("the disk is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(world.journal, "tell", full)
+        await world.say(2)
+        await world.update()
+        assert world.works["weights"].error == "the disk is full"
+    await world.settle()
+    assert [act.kind for act in world.journal.after(0)] == ["create", "reject"]
+
+
+async def test_steps_without_a_gradient_are_no_candidates(world: World) -> None:
+    """They make the line no older, so what was answered before them still trains."""
+    world.tools = replace(world.tools, trainer=Still(world.trainer, 4))
+    for _ in range(5):
+        await world.say(2)
+        await world.settle()
+    assert len(world.evaluator.looked) == 1
+    assert (world.head.seq, world.head.step) == (1, 5)
+    assert world.ledger.fates(NAME, "weights") == {"trained": 10}
+    assert len(world.head.consumed["weights"].units) == 10
+
+
 async def test_weights_and_harness_go_the_same_way(world: World) -> None:
     world.recipes = {"weights": Score(), "harness": Rules()}
     base = world.head
@@ -341,6 +513,26 @@ async def test_a_head_that_never_stays_is_given_up_for_now(world: World) -> None
     assert (count, world.head.step) == (5, 1)
 
 
+class Still:
+    """A trainer whose first steps change nothing."""
+
+    def __init__(self, inner: FakeTrainer, steps: int) -> None:
+        self.inner, self.steps = inner, steps
+
+    async def step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
+        async for item in self.inner.step(order):
+            if isinstance(item, Stepped):
+                norm = 0.0 if order.step <= self.steps else 0.5
+                item = msgspec.structs.replace(item, metrics=item.metrics | {"grad_norm": norm})
+            yield item
+
+    async def ready(self) -> bool:
+        return True
+
+    async def close(self) -> None:
+        return None
+
+
 class Flaky:
     """A trainer whose process dies: before the step, after it, or that refuses."""
 
@@ -434,7 +626,8 @@ async def test_an_engine_that_is_gone_delays_only(world: World) -> None:
 
 async def test_a_release_the_engine_cannot_load_yet_is_served_later(world: World) -> None:
     async def refuse(release_id: str) -> None:
-        raise EngineError("out of memory")
+        if world.chain.get(release_id).operation != "candidate":
+            raise EngineError("out of memory")
 
     base = world.head
     load, world.engine.load = world.engine.load, refuse  # type: ignore[method-assign]
@@ -447,6 +640,23 @@ async def test_a_release_the_engine_cannot_load_yet_is_served_later(world: World
     assert serving(world) == world.head.id
 
 
+async def test_a_head_without_its_files_is_served_when_they_are_back(world: World) -> None:
+    """Case 55: also by an engine that does not read them."""
+    base = world.head
+    align(NAME, world.chain, world.board)
+    files: dict[str, Path | bytes] = {"weights.json": b"{}", "tokens.txt": b"t" * 70_000}
+    head = world.chain.publish(NAME, Draft("publish", {"weights": NewPart("lora", files)}, step=1), base.id)
+    place = world.chain.objects.place(head.parts["weights"].files["tokens.txt"][0])
+    kept = place.rename(world.folder / "kept")
+    for _ in range(2):
+        await world.update()
+        assert serving(world) == base.id
+        assert "tokens.txt" in (world.works["weights"].error or "")
+    kept.rename(place)
+    await world.update()
+    assert (serving(world), world.works["weights"].error) == (head.id, None)
+
+
 async def test_old_step_folders_are_forgotten(world: World) -> None:
     world.evaluator.verdicts = ["accept"] * 5 + ["reject"]
     for _ in range(6):
@@ -456,3 +666,97 @@ async def test_old_step_folders_are_forgotten(world: World) -> None:
     assert len(kept) <= 5
     head = world.head
     assert folder.path(world.training, NAME, "weights", head.line or "", head.step) in kept
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Score):
+    train: str = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Small(Score):
+    train: str = "lora"
+
+
+def full(world: World) -> None:
+    """A release with full weights, as an earlier configuration made it."""
+    draft = Draft("publish", {"weights": NewPart("full", {"weights.json": b"{}"}, {"kind": "full"})}, step=1)
+    world.chain.publish(NAME, draft, world.head.id)
+
+
+async def test_a_recipe_that_does_not_fit_the_head_takes_no_units(world: World) -> None:
+    base = world.head
+    full(world)
+    world.recipes = {"weights": Small()}
+    await world.say(5, release=base.id)
+    for _ in range(3):
+        assert not await world.update()
+        shown = world.works["weights"].shown()
+        assert (shown["state"], shown["pending"], shown["trained"]) == ("blocked", 5, 0)
+        assert shown["error"] == (
+            "release 1 has full weights and the recipe trains a LoRA, so reports wait: set train: full, or roll back "
+            "to the base (reef rollback 0)"
+        )
+    assert world.ledger.fates(NAME, "weights") == {}
+    assert world.trainer.orders == []
+    told = [act.reason for act in world.journal.newest(50, NAME) if act.kind == "trouble"]
+    assert told == [shown["error"]]
+    rollback(NAME, base.id, world.chain, world.board, actor="ana", reason="")
+    await world.settle()
+    shown = world.works["weights"].shown()
+    assert (shown["state"], shown["error"], shown["trained"]) == ("waiting", None, 4)
+
+
+async def test_full_weights_do_not_go_on_from_a_lora(world: World) -> None:
+    world.recipes = {"weights": Small()}
+    await world.say(2)
+    await world.settle()
+    assert world.head.parts["weights"].kind == "lora"
+    world.recipes, world.works = {"weights": Full()}, {}
+    await world.say(2)
+    assert await world.settle() == 0
+    assert "release 1 has a LoRA and the recipe trains full weights" in world.works["weights"].shown()["error"]
+    world.recipes, world.works = {"weights": Small()}, {}
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 4}
+
+
+async def test_a_line_is_ended_by_the_recipe_that_began_it(world: World) -> None:
+    world.evaluator.verdicts = ["undecided"]
+    world.recipes = {"weights": Small()}
+    await world.say(2)
+    await world.settle()
+    world.recipes, world.works = {"weights": Full()}, {}
+    await world.say(2)
+    assert await world.settle() == 0
+    assert "which is not decided, has a LoRA" in world.works["weights"].shown()["error"]
+
+
+async def test_a_line_keeps_its_newest_step_and_what_a_person_took_from_it(world: World) -> None:
+    """Earlier steps leave their acknowledgement. One that was promoted while the next was being made stays whole: the
+    line that begins there goes on from its optimizer."""
+    world.options = {"patience": 9}
+    world.evaluator.verdicts = ["undecided"] * 4
+    for _ in range(3):
+        await world.say(2)
+        await world.settle()
+    line = f"{world.head.id[:12]}-1"
+
+    def whole() -> list[int]:
+        places = {step: folder.path(world.training, NAME, "weights", line, step) for step in range(1, 5)}
+        return [step for step, place in places.items() if (state := folder.read(place)) and state.files]
+
+    assert whole() == [3]
+    newest = world.ledger.looks(NAME)[0].candidate
+
+    class Meanwhile:
+        async def step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
+            promote(NAME, newest, world.chain, world.board, actor="ana", reason="good enough")
+            async for item in world.trainer.step(order):
+                yield item
+
+    world.tools = replace(world.tools, trainer=Meanwhile())  # type: ignore[arg-type]
+    await world.say(2)
+    await world.update()
+    assert (world.head.operation, world.head.line, world.head.step) == ("promote", line, 3)
+    assert whole() == [3, 4]
