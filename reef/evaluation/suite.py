@@ -117,8 +117,8 @@ def read_line(line: Any, number: int, judging: Judging, *, trust: Trust, origin:
         raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(KNOWN))}")
     if ("prompt" in line) == ("messages" in line):
         raise ValueError("give prompt or messages, one of them")
-    messages = line.get("messages") or [{"role": "user", "content": str(line["prompt"])}]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    messages = line["messages"] if "messages" in line else [{"role": "user", "content": str(line["prompt"])}]
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
         raise ValueError("messages must be a list of chat messages")
     if not isinstance(line.get("protected", False), bool):
         raise ValueError("protected is true or false")

@@ -3,7 +3,8 @@
 Knows: which record makes a task, and which scorer judges it. Does not know: how a record came to be.
 
 - The records are read from the store each time, so what is forgotten there is no task any more.
-- One task for each distinct prompt; its id is the prompt's key. The newest record of a prompt stands for it.
+- One task for each distinct prompt; its id is the prompt's key. Of a prompt's newest VOTES records in RECENT the check
+  that most agree on judges (the newest of those that are level): what users want may change, and one of them may err.
 - A task is judged as a report on the record says, `metadata: {"check": {"scorer": "number", "answer": 5}}` (the newest
   report that brings one that can be used; only scorers that run nothing and ask nobody), else against a report's
   demonstration by `gate.scorer` (exact, when that names none), else by `gate.scorer` alone. What none of these judges
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -31,6 +33,9 @@ from reef.records import Query
 
 PAGE: Final = 200
 SCAN: Final = 5000  # records looked through for held-out prompts, the newest
+RECENT: Final = 1000  # of them are looked through for newer checks also when the tasks of a generation are chosen
+VOTES: Final = 3
+GOOD: Final = 4096  # checks remembered that were found to be usable
 LONGEST: Final = 256  # tokens of an answer: a look must stay cheap
 LARGEST: Final = 32 * 1024  # characters of a prompt, for the same reason
 CHECKS: Final = 20  # checks that reports on a record bring, of which one may judge: each try may take a second
@@ -54,6 +59,7 @@ class Maker:
     judging: Judging
     origin: Origin
     _bad: set[str] = field(default_factory=set)  # checks that were found to judge nothing
+    _good: dict[str, Scorer] = field(default_factory=dict)
 
     async def make(self, record: Record, prompt: Prompt) -> Task | None:
         messages = json.dumps(list(prompt.messages), ensure_ascii=False)
@@ -74,12 +80,19 @@ class Maker:
         """The newest check that can judge; what cannot (an import may have brought it) hides nothing."""
         for check in _checks(reports):
             key = json.dumps(check, sort_keys=True)
+            if (scorer := self._good.get(key)) is not None:
+                return scorer
             if key in self._bad:
                 continue
             try:
-                return await reported(check)
+                scorer = await reported(check)
             except ConfigError:
                 self._bad.add(key)
+                continue
+            if len(self._good) >= GOOD:
+                self._good.clear()
+            self._good[key] = scorer
+            return scorer
         return self._shown(_demonstrated(reports))
 
     def _shown(self, answer: str | None) -> Scorer | None:
@@ -111,34 +124,48 @@ class Traffic:
         self._maker = Maker(records, judging, "traffic")
 
     async def tasks(self, want: int, pinned: Mapping[str, str | None], avoid: Collection[str]) -> Sequence[Task]:
-        found: dict[str, Task] = {}
+        found: dict[str, list[Task]] = {}  # by prompt, of the newest records first
         sides: dict[str, str] = {}  # of the tasks found
         spoilt: set[str] = set()
+        seen: set[str] = set()
 
         async def take(record: Record) -> None:
-            prompt = read(record)
+            prompt = None if record.id in seen else read(record)
+            seen.add(record.id)
             if prompt is None or prompt.side in spoilt or not self._holdout.takes(prompt):
                 return
+            votes = found.get(prompt.key, [])
             if self._trained(record):
                 spoilt.add(prompt.side)
                 for name in [name for name in found if sides[name] == prompt.side]:
                     del found[name]
-            elif prompt.key not in found and (task := await self._maker.make(record, prompt)) is not None:
-                found[prompt.key], sides[prompt.key] = task, prompt.side
+            elif len(votes) < VOTES and (task := await self._maker.make(record, prompt)) is not None:
+                found[prompt.key], sides[prompt.key] = [*votes, task], prompt.side
 
-        for record in await known(self._records, [name for name in pinned.values() if name is not None]):
-            await take(record)
-        if sum(name not in avoid for name in found) >= want:
-            return list(found.values())
-        before, scanned = None, 0
+        def enough(times: int) -> bool:
+            return sum(name not in avoid for name in found) >= times * want
+
+        async def recall() -> None:
+            if not found.keys() >= pinned.keys():
+                for record in await known(self._records, [name for name in pinned.values() if name is not None]):
+                    await take(record)
+
+        before, scanned, recalled = None, 0, False
         while scanned < SCAN and (page := await self._records.find(self._query(before))):
             before, scanned = page[-1][0], scanned + len(page)
             for _, entry in page:
                 if isinstance(entry, Record):
                     await take(entry)
-            if sum(name not in avoid for name in found) >= 2 * want:  # enough to choose those not asked before
+            if scanned < RECENT:
+                continue
+            if not recalled:
+                await recall()
+                recalled = True
+            if enough(1 if pinned else 2):  # twice as many: to choose those that were not asked before
                 break
-        return list(found.values())
+        if not recalled:
+            await recall()
+        return [_agreed(votes) for votes in found.values()]
 
     def _query(self, before: int | None) -> Query:
         return Query(self._scenario, status="complete", purpose="live", limit=PAGE, before=before)
@@ -163,6 +190,12 @@ class Failures:
                 if task is not None:
                     found[prompt.key] = task
         return list(found.values())
+
+
+def _agreed(votes: Sequence[Task]) -> Task:
+    """The task whose scorer most of a prompt's newest records agree on; the newest of those that are level."""
+    counts = Counter(task.scorer.key for task in votes)
+    return max(votes, key=lambda task: counts[task.scorer.key])  # the first of the highest
 
 
 async def known(records: Records, receipts: Sequence[str]) -> list[Record]:

@@ -103,6 +103,20 @@ async def test_a_report_brings_the_check_and_the_newest_wins(store):
     assert (task.scorer.name, await score(task, "it is 6"), await score(task, "7")) == ("number", 1, 0)
 
 
+async def test_of_a_prompts_newest_records_the_majority_says_how_it_is_judged(store):
+    """Users change their minds, and one of them may err: the same prompt asked again, with other checks."""
+    source, pinned, judged = traffic(store, {}), {}, ""
+    for number, answer in enumerate("aababb", 1):
+        await store.append(record(number, "the same"))
+        check = {"scorer": "exact", "answer": answer}
+        await store.append(report(number, number, score=1.0, metadata={"check": check}))
+        [task] = await source.tasks(9, pinned, ())
+        pinned.setdefault(task.id, task.receipt)
+        judged += "a" if await score(task, "a") else "b"
+    assert judged == "aaaabb"
+    assert list(pinned) == [task.id], "it is the same task all the while"
+
+
 @pytest.mark.parametrize("wrong", [5, {"scorer": "nmber", "answer": 5}, {"scorer": "regex", "answer": "("}, {}])
 async def test_a_check_that_cannot_be_read_hides_no_older_one(store, wrong):
     await store.append(record(1))
