@@ -56,8 +56,8 @@ gate:
   suite: [traffic, failures]
   holdout: 0.25
   evaluate_every: 3
-  patience: 3
-  tasks: 64
+  patience: 5
+  tasks: 96
 scenarios:
   clean: {{}}
   gated: {{}}
