@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reef.cli import options, state
 from reef.config import Settings
@@ -27,6 +27,8 @@ _ERRORS: dict[int, type[ReefError]] = {
     404: MissingError,
     409: ConflictError,
 }
+
+T = TypeVar("T")
 
 WAYS = "give the token with --token or REEF_TOKEN, or name the server's file with -c FILE, or cd to its folder"
 
@@ -59,6 +61,16 @@ def find(args: argparse.Namespace) -> Found:
     named = any(key == "reef.state_dir" for key, _ in getattr(args, "overrides", ()))
     apart = named and not given and not state.held(folder)
     return Found(url.rstrip("/").removesuffix("/v1"), token, scenario, folder, bool(given), apart)
+
+
+def either(place: Found, asked: Callable[[], T], here: Callable[[], T]) -> T:
+    """What a server answers; where none does, and none was named, what the state folder gives."""
+    try:
+        return asked()
+    except WireError:
+        if place.named:
+            raise
+        return here()
 
 
 def address(settings: Settings) -> str:

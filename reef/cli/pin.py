@@ -10,9 +10,9 @@ import argparse
 from typing import Any
 
 from reef.cli import options, reader, show
-from reef.cli.api import Found, connect, find
+from reef.cli.api import Found, connect, either, find
 from reef.cli.rollback import is_number, numbered
-from reef.core.errors import InputError, WireError
+from reef.core.errors import InputError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,12 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.off and args.release:
         raise InputError("give a release to pin, or --off, not both")
     place = find(args)
-    try:
-        found = _ask(args)
-    except WireError:
-        if place.named:
-            raise
-        found = _folder(place, args)
+    found = either(place, lambda: _ask(args), lambda: _folder(place, args))
     if args.json:
         return show.dump(found)
     if not args.off:

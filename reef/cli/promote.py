@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote
 
 from reef.cli import options, reader, show
-from reef.cli.api import Api, Found, connect, find
-from reef.core.errors import MissingError, RightError, WireError
+from reef.cli.api import Api, Found, connect, either, find
+from reef.core.errors import MissingError, RightError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -61,17 +61,15 @@ def _common(parser: argparse.ArgumentParser, run: Any) -> None:
 
 def candidates(args: argparse.Namespace) -> int:
     place = find(args)
-    try:
+
+    def ask() -> Any:
         with connect(args) as api:
             path = f"/reef/scenarios/{_scenario(api, args) if args.id else place.scenario}/candidates"
             if args.id:
-                found = api.get(f"{path}/{quote(args.id, safe='')}")
-            else:
-                found = api.get(path, limit=args.limit, state="held" if args.held else None)
-    except WireError:
-        if place.named:
-            raise
-        found = _whole(place, args) if args.id else _listed(place, args)
+                return api.get(f"{path}/{quote(args.id, safe='')}")
+            return api.get(path, limit=args.limit, state="held" if args.held else None)
+
+    found = either(place, ask, lambda: _whole(place, args) if args.id else _listed(place, args))
     if args.json:
         return show.dump(found)
     return _tell_one(found) if args.id else _tell(found)
@@ -145,16 +143,19 @@ def _tell_one(found: dict[str, Any]) -> int:
 # --- the decision -----------------------------------------------------------------------------------------------------
 
 
+def _decide(args: argparse.Namespace, what: str, body: dict[str, Any]) -> Any:
+    with connect(args) as api:
+        path = f"/reef/scenarios/{_scenario(api, args)}/candidates/{quote(args.id, safe='')}/{what}"
+        return api.post(path, body)
+
+
 def promote(args: argparse.Namespace) -> int:
     place = find(args)
-    try:
-        with connect(args) as api:
-            path = f"/reef/scenarios/{_scenario(api, args)}/candidates/{quote(args.id, safe='')}/promote"
-            head = api.post(path, {"reason": args.reason, "force": args.force})
-    except WireError:
-        if place.named:
-            raise
-        head = _promote_here(place, args)
+    head = either(
+        place,
+        lambda: _decide(args, "promote", {"reason": args.reason, "force": args.force}),
+        lambda: _promote_here(place, args),
+    )
     if args.json:
         return show.dump(head)
     made = f"release {head['seq']} ({head['release_id'][:10]})"
@@ -182,14 +183,7 @@ def _promote_here(place: Found, args: argparse.Namespace) -> dict[str, Any]:
 
 def reject(args: argparse.Namespace) -> int:
     place = find(args)
-    try:
-        with connect(args) as api:
-            path = f"/reef/scenarios/{_scenario(api, args)}/candidates/{quote(args.id, safe='')}/reject"
-            found = api.post(path, {"reason": args.reason})
-    except WireError:
-        if place.named:
-            raise
-        found = _reject_here(place, args)
+    found = either(place, lambda: _decide(args, "reject", {"reason": args.reason}), lambda: _reject_here(place, args))
     if args.json:
         return show.dump(found)
     print(f"candidate {found['candidate_id'][:10]} of {found['scenario']} is turned down: {found['reason']}")

@@ -9,8 +9,8 @@ import argparse
 from typing import Any
 
 from reef.cli import options, reader, show
-from reef.cli.api import connect, find
-from reef.core.errors import MissingError, WireError
+from reef.cli.api import Found, connect, either, find
+from reef.core.errors import MissingError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,12 +28,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        before, head = _ask(args)
-    except WireError:
-        if find(args).named:
-            raise
-        before, head = _folder(args)
+    place = find(args)
+    before, head = either(place, lambda: _ask(args), lambda: _folder(place, args))
     if args.json:
         return show.dump(head)
     parts, number = (head["base"] or head["release_id"])[:10], f"{head['seq']} ({head['release_id'][:10]})"
@@ -55,12 +51,11 @@ def _ask(args: argparse.Namespace) -> tuple[str, Any]:
         return before, api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
 
 
-def _folder(args: argparse.Namespace) -> tuple[str, Any]:
+def _folder(place: Found, args: argparse.Namespace) -> tuple[str, Any]:
     """Without a server: under the state folder's lock, so that none can start meanwhile."""
     from reef.gateway.views import release_view
     from reef.scenario import serving
 
-    place = find(args)
     with reader.held(place, options.load(args).settings) as (chain, board):
         wanted = args.release
         if is_number(wanted):

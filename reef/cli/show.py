@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 from reef.cli import filters, options
-from reef.cli.api import Api, connect, find
-from reef.core.errors import InputError, MissingError, StoreError, WireError
+from reef.cli.api import Api, connect, either, find
+from reef.core.errors import InputError, MissingError, StoreError
 
 _NUMBERS = re.compile(r"\[\n\s+(-?\d[-+\d.eE,\s]*?)\n\s*\]")
 
@@ -153,14 +153,13 @@ def _keep(args: argparse.Namespace) -> int:
 
 def releases(args: argparse.Namespace) -> int:
     place = find(args)
-    try:
+
+    def ask() -> Any:
         with connect(args) as api:
             path = f"/reef/scenarios/{place.scenario}/releases"
-            found = api.get(path, limit=args.limit, all="true" if args.all else None)
-    except WireError:
-        if place.named:
-            raise
-        found = _from_folder(args)
+            return api.get(path, limit=args.limit, all="true" if args.all else None)
+
+    found = either(place, ask, lambda: _from_folder(args))
     if args.json:
         return dump(found)
     rows: list[tuple[float, list[Any]]] = []

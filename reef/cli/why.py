@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from reef.cli import options, reader, show
-from reef.cli.api import Found, connect, find
+from reef.cli.api import Found, connect, either, find
 from reef.cli.rollback import is_number, numbered
-from reef.core.errors import WireError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -37,12 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     place = find(args)
-    try:
-        found = _ask(args)
-    except WireError:
-        if place.named:
-            raise
-        found = _folder(place, args)
+    found = either(place, lambda: _ask(args), lambda: _folder(place, args))
     if args.json:
         return show.dump(found)
     import rich.console

@@ -18,6 +18,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -166,17 +167,10 @@ class Asker:
             self._unbilled += cost(usage, time.monotonic() - began, self._price)
 
     async def _answer(self, ask: Ask) -> Reply:
-        status, parts, answer = 200, [], Answer()
-        async for item in self.engine.answer(ask):
-            if isinstance(item, Head):
-                status = item.status
-            elif isinstance(item, Answer):
-                answer = item
-            else:
-                parts.append(item.data)
+        status, data, answer = await whole(self.engine, ask)
         if status >= 400:
-            raise UpstreamError(f"the engine answered {status}", status=status, body=b"".join(parts))
-        return _read(b"".join(parts), answer)
+            raise UpstreamError(f"the engine answered {status}", status=status, body=data)
+        return _read(data, answer)
 
     def _keep(self, key: Any, value: Any) -> None:
         self._kept[key] = value
@@ -191,6 +185,20 @@ def cost(usage: Usage | None, seconds: float, price: Price | None) -> Cost:
     if price is not None:
         money = (usage.prompt_tokens * price.prompt + usage.completion_tokens * price.output) / 1e6
     return Cost(1, usage.prompt_tokens, usage.completion_tokens, seconds, money)
+
+
+async def whole(engine: Engine, ask: Ask) -> tuple[int, bytes, Answer]:
+    """(status, body, what the engine knows beside it) of a whole answer."""
+    status, parts, answer = 200, list[bytes](), Answer()
+    async with aclosing(engine.answer(ask)) as items:  # type: ignore[type-var]
+        async for item in items:
+            if isinstance(item, Head):
+                status = item.status
+            elif isinstance(item, Answer):
+                answer = item
+            else:
+                parts.append(item.data)
+    return status, b"".join(parts), answer
 
 
 async def again(call: Callable[[], Coroutine[Any, Any, T] | Awaitable[T]]) -> T:

@@ -20,7 +20,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -29,9 +28,9 @@ from typing import Any, Literal, TypeVar
 from reef.core.errors import ConfigError, ReefError
 from reef.core.ids import new_receipt
 from reef.core.nouns import Cost, Json, Usage
-from reef.engines import Answer, Ask, Engine, Head
+from reef.engines import Ask, Engine
 from reef.evaluation import Score, Scorer, Task
-from reef.evaluation.ask import cost
+from reef.evaluation.ask import cost, whole
 from reef.evaluation.scorers import Reach, digest, graded
 
 VERSION = "1"  # of the words a judge is asked with; a change of them changes every judge's key
@@ -210,22 +209,14 @@ def request(engine: Engine, judge: Judge, said: tuple[str, str], release_id: str
 
 async def receive(engine: Engine, ask: Ask) -> tuple[str, str | None, Usage | None]:
     """Text, why it stopped, and usage. Unread for a status that is no answer or a body that is none."""
-    status, parts, answer = 200, list[bytes](), Answer()
-    async with aclosing(engine.answer(ask)) as items:  # type: ignore[type-var]
-        async for item in items:
-            if isinstance(item, Head):
-                status = item.status
-            elif isinstance(item, Answer):
-                answer = item
-            else:
-                parts.append(item.data)
+    status, data, answer = await whole(engine, ask)
     if status >= 400:
         raise Unread(f"the judge's engine answered {status}")
     if answer.choices:
         usage = answer.usage or Usage(len(answer.prompt_ids or ()), len(answer.choices[0].output_ids or ()))
         return answer.choices[0].text, answer.choices[0].finish_reason, usage
     try:
-        body = json.loads(b"".join(parts))
+        body = json.loads(data)
         if ask.dialect == "messages":
             return _text(body["content"]), body.get("stop_reason"), answer.usage
         choice = body["choices"][0]
