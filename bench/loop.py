@@ -91,9 +91,11 @@ class Pupil:
         while time.monotonic() < deadline:
             shown = await self.look()
             part, last = shown["part"], shown["part"].get("last") or {}
-            done = part.get("trained", 0) >= step and part.get("state") == "waiting" and last
-            if done and (last["verdict"] != "accept" or last["timings"]["activation"] is not None):
-                return shown
+            if part.get("trained", 0) >= step and part.get("state") == "waiting":
+                if not last or last["step"] < part.get("step", 0):  # without a gradient a step is no candidate
+                    return shown
+                if last["verdict"] != "accept" or last["timings"]["activation"] is not None:
+                    return shown
             await asyncio.sleep(0.05)
         raise SystemExit(f"no update within {PATIENCE:.0f} s; the learner says {await self.look()}")
 
@@ -110,7 +112,7 @@ async def update(pupil: Pupil, size: int, number: int, seen: Updates | None = No
                 break
             await asyncio.sleep(0.02)
         spent = time.perf_counter() - sent
-        last = (await judged)["part"]["last"]
+        last = (await judged)["part"].get("last") or {"verdict": "none"}
     finally:
         judged.cancel()
     if seen is None:
