@@ -278,9 +278,10 @@ def _others(settings: Settings) -> bool:
         return False
     board = open_board(settings.reef.state_dir)
     try:
-        for name in {settings.reef.default_scenario, *settings.scenarios, *board.scenarios()}:
+        created = board.scenarios()
+        for name in {settings.reef.default_scenario, *settings.scenarios, *created}:
             with contextlib.suppress(ConfigError):
-                wanted = scenario_of(settings, name, board.scenarios().get(name, {}))
+                wanted = scenario_of(settings, name, created.get(name, {}))
                 if settings.engine(wanted.engine).kind != "local":
                     return True
         return False

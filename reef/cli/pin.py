@@ -11,7 +11,7 @@ from typing import Any
 
 from reef.cli import options, reader, show
 from reef.cli.api import Found, connect, either, find
-from reef.cli.rollback import is_number, numbered
+from reef.cli.rollback import by_chain, by_server
 from reef.core.errors import InputError
 
 
@@ -51,9 +51,7 @@ def _ask(args: argparse.Namespace) -> dict[str, Any]:
         path = f"/reef/scenarios/{api.found.scenario}"
         if args.off:
             return dict(api.delete(f"{path}/pin", reason=args.reason or None))
-        wanted = args.release
-        if wanted and is_number(wanted):
-            wanted = numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
+        wanted = args.release and by_server(api, path, args.release)
         return dict(api.post(f"{path}/pin", {"release_id": wanted, "reason": args.reason}))
 
 
@@ -66,9 +64,7 @@ def _folder(place: Found, args: argparse.Namespace) -> dict[str, Any]:
     with reader.held(place, options.load(args).settings) as (chain, board):
         if args.off:
             return {"name": name, "unpinned": serving.unpin(name, board, actor="operator", reason=args.reason)}
-        wanted = args.release
-        if wanted and is_number(wanted):
-            wanted = numbered([release_view(item, current=False) for item in chain.history(name, 500)], wanted)
+        wanted = args.release and by_chain(chain, name, args.release)
         if not wanted:
             served, head = board.get(name), chain.head(name)
             wanted = served.release_id if served is not None else head.id if head is not None else ""

@@ -6,11 +6,14 @@ Knows: how to ask a server, and how to do it on the state folder when none runs.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reef.cli import options, reader, show
-from reef.cli.api import Found, connect, either, find
+from reef.cli.api import Api, Found, connect, either, find
 from reef.core.errors import MissingError
+
+if TYPE_CHECKING:
+    from reef.releases import ReleaseChain
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,9 +47,7 @@ def _ask(args: argparse.Namespace) -> tuple[str, Any]:
     """The release served before, and the head after."""
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}"
-        wanted = args.release
-        if is_number(wanted):
-            wanted = numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted)
+        wanted = by_server(api, path, args.release)
         before = str(api.get(path)["release_id"])
         return before, api.post(f"{path}/rollback", {"release_id": wanted, "reason": args.reason})
 
@@ -57,13 +58,24 @@ def _folder(place: Found, args: argparse.Namespace) -> tuple[str, Any]:
     from reef.scenario import serving
 
     with reader.held(place, options.load(args).settings) as (chain, board):
-        wanted = args.release
-        if is_number(wanted):
-            history = [release_view(item, current=False) for item in chain.history(place.scenario, 500)]
-            wanted = numbered(history, wanted)
+        wanted = by_chain(chain, place.scenario, args.release)
         before = chain.head(place.scenario)
         head = serving.rollback(place.scenario, wanted, chain, board, actor="operator", reason=args.reason)
         return before.id if before else "", release_view(head, current=True)
+
+
+def by_server(api: Api, path: str, wanted: str) -> str:
+    """A release's id as a server knows it: a sequence number becomes the id, anything else stays."""
+    return numbered(api.get(f"{path}/releases", limit=500)["releases"], wanted) if is_number(wanted) else wanted
+
+
+def by_chain(chain: ReleaseChain, name: str, wanted: str) -> str:
+    """The same, from the chain of a state folder."""
+    from reef.gateway.views import release_view
+
+    if not is_number(wanted):
+        return wanted
+    return numbered([release_view(item, current=False) for item in chain.history(name, 500)], wanted)
 
 
 def is_number(text: str) -> bool:

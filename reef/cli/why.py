@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from reef.cli import options, reader, show
 from reef.cli.api import Found, connect, either, find
-from reef.cli.rollback import is_number, numbered
+from reef.cli.rollback import by_chain, by_server
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -50,25 +50,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> dict[str, Any]:
     with connect(args) as api:
-        wanted = args.id
-        if is_number(wanted):
-            wanted = numbered(api.get(f"/reef/scenarios/{api.found.scenario}/releases", limit=500)["releases"], wanted)
+        wanted = by_server(api, f"/reef/scenarios/{api.found.scenario}", args.id)
         path = f"/reef/why/{quote(wanted, safe='')}"
         more = {"units": args.units, "releases": args.releases}
         return dict(api.get(path, limit=args.limit, **{name: value for name, value in more.items() if value}))
 
 
 def _folder(place: Found, args: argparse.Namespace) -> dict[str, Any]:
-    from reef.gateway.views import release_view
     from reef.gateway.why import explain, view
     from reef.scenario.story import Page
     from reef.scenario.why import Why
 
     async def ask(asked: Why, scenarios: list[str]) -> dict[str, Any]:
-        wanted = args.id
-        if is_number(wanted):
-            history = [release_view(item, current=False) for item in asked.chain.history(place.scenario, 500)]
-            wanted = numbered(history, wanted)
+        wanted = by_chain(asked.chain, place.scenario, args.id)
         page = Page(max(1, args.limit), args.units or 0, args.releases or 0)
         return dict(view(await explain(asked, wanted, [args.scenario] if args.scenario else scenarios, page)))
 
