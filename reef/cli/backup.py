@@ -246,8 +246,8 @@ def check(target: Path, say: Any) -> dict[str, Any]:
         raise MissingError(f"there is no backup {target}")
     if target.is_dir() and not (target / "backup.json").is_file():
         raise InputError(f"{target} is no backup: it has no backup.json, which `reef backup` writes", param="target")
-    with tempfile.TemporaryDirectory(prefix="reef-restore-") as temp:
-        folder = Path(temp) / "state"
+    with _temporary() as temp:
+        folder = temp / "state"
         try:
             _restore(target, folder)
         except OSError as error:
@@ -268,6 +268,18 @@ def check(target: Path, say: Any) -> dict[str, Any]:
         if not wrong:
             wrong = _databases(folder) + _chain(folder, manifest, say) + _entries(folder, manifest, say)
         return {**manifest, "wrong": wrong}
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[Path]:
+    """A folder for the restored state. That there is none is a disk in trouble too: Python tries every place it knows
+    by writing there."""
+    try:
+        held = tempfile.TemporaryDirectory(prefix="reef-restore-")
+    except OSError as error:
+        raise StoreError(f"there is no place to restore into: {error}; free some disk space, or set TMPDIR") from None
+    with held as name:
+        yield Path(name)
 
 
 def _restore(target: Path, folder: Path) -> None:

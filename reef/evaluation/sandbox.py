@@ -118,10 +118,10 @@ def run(code: str, tests: str, wanted: tuple[str, ...], limits: Mapping[str, int
     token = secrets.token_hex(16)
     user = 200_000_000 + secrets.randbelow(2**28) if root else None  # nobody else's, so its processes are counted alone
     asked = {"code": code, "tests": tests, "names": wanted, "limits": dict(limits), "token": token, "user": user}
-    with tempfile.TemporaryFile() as told:  # a pipe would be waited for, and a sandbox that hangs never reads
-        told.write(json.dumps(asked).encode())
-        told.seek(0)
-        try:
+    try:
+        with tempfile.TemporaryFile() as told:  # a pipe would be waited for, and a sandbox that hangs never reads
+            told.write(json.dumps(asked).encode())
+            told.seek(0)
             child = subprocess.Popen(
                 command(root),
                 stdin=told,
@@ -131,8 +131,8 @@ def run(code: str, tests: str, wanted: tuple[str, ...], limits: Mapping[str, int
                 cwd="/",
                 start_new_session=True,
             )
-        except OSError as error:
-            return Ran(trouble=f"{error}")
+    except OSError as error:
+        return Ran(trouble=f"{error}")
     with child:
         try:
             return _follow(child, token, seconds)

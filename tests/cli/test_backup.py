@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 
 import pytest
@@ -199,3 +200,13 @@ def test_wrong_words(folder, tmp_path):
     folder.path = tmp_path / "empty"
     code, _, err = folder.run("backup", str(tmp_path / "x"))
     assert (code, "holds no records and releases" in err) == (1, True)
+
+
+def test_no_place_to_check_a_backup_in(folder, tmp_path, monkeypatch):
+    target = tmp_path / "kept"
+    assert folder.run("backup", str(target))[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        code, _, err = folder.run("backup", str(target), "--check")
+    assert code != 0
+    assert "free some disk space, or set TMPDIR" in err

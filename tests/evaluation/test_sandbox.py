@@ -314,6 +314,13 @@ async def test_a_sandbox_that_never_comes_up_is_not_judged(tmp_path, monkeypatch
     assert "not up within" in found.note
 
 
+async def test_without_a_temporary_file_code_is_not_judged(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox.tempfile, "tempdir", str(tmp_path / "gone"))
+        found = await score("def double(x): return 2 * x")
+    assert found.value is None
+
+
 def test_without_bubblewrap_the_configuration_is_wrong_and_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install bubblewrap"):
