@@ -16,7 +16,7 @@ LEVELS = (
     ("experience", "harness"),
     ("evaluation", "trainers", "cordis"),
     ("recipe",),
-    ("gateway", "loop", "console"),
+    ("gateway", "loop", "console", "study"),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

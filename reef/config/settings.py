@@ -168,6 +168,8 @@ class ReleaseSettings(Section):
 class TrainingSettings(Section):
     backend: Text = "local"  # local | fake (for tests), or package.module:Name
     trigger: Literal["auto"] = "auto"  # a batch is trained as soon as it is full
+    next_seconds: Seconds = 900.0  # a message that comes later says nothing of the answer before it
+    client_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch that one client may fill while others wait
     options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments
 
 

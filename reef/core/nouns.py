@@ -52,10 +52,12 @@ class Sampling:
     max_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    legal: str | None = None  # JSON of the grammar that limited every token; log-probs are over what it allowed
 
     @property
     def plain(self) -> bool:
-        """Whether samples are draws from the model's own (tempered) distribution, so that log-probs are exact."""
+        """Whether samples are draws from the model's own (tempered) distribution, so that log-probs are exact. With a
+        grammar they are: whoever knows it can tell what was legal at each token."""
         return self.temperature > 0 and self.top_p >= 1.0 and self.top_k == 0
 
 
@@ -148,6 +150,8 @@ class Sample:
     """What a trainer sees of one answer: the recorded ids, never re-tokenised text.
 
     `tokens` is prompt plus response; `mask` and `logprobs` cover the response (mask 1: trained; 0: observation).
+    A demonstration has no sampled tokens: `tokens`, `mask` and `logprobs` are empty and `chat` holds the whole
+    exchange, which the trainer renders and tokenises once. Chats are JSON texts of `{"messages": […], "tools": […]}`.
     """
 
     tokens: tuple[int, ...]
@@ -159,11 +163,19 @@ class Sample:
     choice: int = 0
     temperature: float = 1.0
     lag: int = 0  # optimizer steps between the release that answered and the working weights
+    group: str | None = None  # samples of one group are compared with each other (GRPO, a grid's parent state)
+    contexts: tuple[str, ...] = ()  # chats that a teacher reads in place of the prompt; the response stays as it is
+    chat: str | None = None  # a demonstration: a chat whose last message, the assistant's, is what is learnt
+    legal: str | None = None  # the grammar that limited the response (`Sampling.legal`)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One thing a recipe can learn from: a record's choice and the report on it. `id` is `<receipt>:<choice>`."""
+    """One thing a recipe can learn from: a record's choice and the report on it. `id` is `<receipt>:<choice>`.
+
+    Where the signal is the next message, `report` is made from it (see `experience.next`): its id is the receipt of the
+    request that brought the message, `feedback` the text, `metadata` `{"role": "user" | "tool"}`.
+    """
 
     id: str
     record: Record
@@ -174,6 +186,8 @@ class Unit:
     why: str | None = None
     lag: int | None = None
     seq: int = 0  # the report's place in the event log
+    turns: tuple[str, ...] = ()  # ids of the units of earlier turns that `sample` holds too; they share its fate
+    assessment: Json = None  # what the recipe's `assess` made of it
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Rated(Message, frozen=True):
 
 
 class Datum(Message, frozen=True):
-    """`nouns.Sample` on the wire; extra fields are the recipe's (an advantage, teacher tokens)."""
+    """`nouns.Sample` on the wire."""
 
     tokens: list[int]
     prompt_length: int
@@ -116,6 +116,10 @@ class Datum(Message, frozen=True):
     choice: int
     temperature: float
     lag: int
+    group: str | None = None
+    contexts: list[str] = []
+    chat: str | None = None
+    legal: str | None = None
 
 
 class Step(Message, frozen=True):

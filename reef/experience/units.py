@@ -18,7 +18,7 @@ from typing import Literal
 
 from reef.core.nouns import Choice, PartName, Record, Report, Sample, Unit
 
-Signal = Literal["score", "feedback", "demonstration", "metrics"]
+Signal = Literal["score", "feedback", "demonstration", "metrics", "next"]
 Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice", "held out"]
 
 SIGNALS: dict[PartName, frozenset[Signal]] = {"weights": frozenset({"score"}), "harness": frozenset({"feedback"})}

@@ -9,7 +9,7 @@ process, so that the recipe itself imports no torch); a harness recipe proposes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +19,12 @@ from reef.harness.tree import Entry, Mutation
 RECIPES = {
     "record": "reef.recipe.record:RecordRecipe",
     "sao": "recipes.sao.recipe:SAORecipe",
+    "grpo": "recipes.grpo.recipe:GRPORecipe",
+    "openclawrl": "recipes.openclawrl.recipe:OpenClawRecipe",
+    "tttd": "recipes.tttd.recipe:DiscoverRecipe",
+    "sft": "recipes.sft.recipe:SFTRecipe",
+    "sdft": "recipes.sdft.recipe:SDFTRecipe",
+    "opd": "recipes.opd.recipe:OPDRecipe",
     "feedback_rules": "recipes.feedback_rules.recipe:FeedbackRules",
 }
 
@@ -31,12 +37,28 @@ class Objective:
     options: Mapping[str, Json]
 
 
+Asking = Callable[[str | None, Mapping[str, Json]], Awaitable[str]]
+"""Ask a model: (an engine's name in the configuration, or None for the scenario's own base; a chat body without stream
+and model) to the text of its answer. EngineError, WireError or UpstreamError when there is none."""
+
+
 class Recipe(Protocol):
+    """Besides these, a recipe may have
+
+    - `signals: ClassVar[frozenset[Signal]]`: what makes a unit (`experience.units`). Default: score for weights,
+      feedback for the harness. `next` is the message that follows an answer.
+    - `merge: bool`: one report on several turns of a session is one unit, its turns one sequence (default false).
+    - `async def assess(self, unit, ask: Asking) -> Json`: what another model or a rule makes of a unit before it can be
+      in a batch; done once for each unit, kept, and given back as `unit.assessment`. None: the unit never trains.
+    """
+
     part: ClassVar[PartName | None]  # None: records only, never learns
     max_staleness: int | None  # None: evaluate_every * patience
 
     def batch(self, units: Sequence[Unit]) -> Batch | None:
-        """The units to learn from next, or None when there are too few. `units` are ready, fresh and not yet used."""
+        """The units to learn from next, or None when there are too few. `units` are ready, fresh and not yet used, in
+        the order in which they should be taken. A batch may hold copies with other samples (a reward, a group,
+        contexts); their ids stay."""
 
     def objective(self) -> Objective:
         """For part `weights`: the loss that a step minimises. A recipe with a field `train` (`lora` or `full`) is not
@@ -46,4 +68,4 @@ class Recipe(Protocol):
         """For part `harness`: the edit this batch suggests; empty when it suggests none."""
 
 
-__all__ = ["RECIPES", "Any", "Batch", "Entry", "Mutation", "Objective", "Recipe", "Unit"]
+__all__ = ["RECIPES", "Any", "Asking", "Batch", "Entry", "Mutation", "Objective", "Recipe", "Unit"]

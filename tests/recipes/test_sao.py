@@ -117,14 +117,14 @@ def test_explained_variance_of_absurd_numbers_does_not_overflow() -> None:
         assert found is None or math.isfinite(found)
 
 
-def test_a_batch_is_the_oldest_units_that_can_train() -> None:
+def test_a_batch_is_the_first_units_that_can_train() -> None:
     """case 46: what cannot train is in no batch, so it moves no baseline either."""
     recipe = SAORecipe(batch_size=3)
     units = [unit(5), unit(1), unit(2, score=None), unit(3, trainable=False), unit(4), unit(6, mask=(0,)), unit(7)]
     batch = recipe.batch(units)
     assert batch is not None
     assert batch.part == "weights"
-    assert [one.seq for one in batch.units] == [1, 4, 5]
+    assert [one.seq for one in batch.units] == [5, 1, 4]
     assert recipe.batch(units[:4]) is None
     assert recipe.batch([]) is None
 
