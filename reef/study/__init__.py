@@ -55,8 +55,8 @@ Results = Mapping[str, Mapping[int, Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """`drive` runs one arm with one seed to its end and returns its figures: `base` and `end` (the main score before and
-    after), `curve` of the main score ((x, y) pairs), and any others; it calls `run.drift` itself where weights change.
+    """`drive` runs one arm with one seed to its end and returns its figures: `base` and `end` (the main score before
+    and after), `curve` of the main score ((x, y) pairs), others; it calls `run.drift` itself where weights change.
     """
 
     name: str
