@@ -484,6 +484,7 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         wanted.releases.mode,
         Watching(**wanted.releases.watch.model_dump()),
         held,
+        past=gate.past(wanted, means),
     )
 
 

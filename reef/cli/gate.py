@@ -164,6 +164,13 @@ def policy(scenario: ScenarioSettings, means: Means) -> Evaluator:
     return cast("Evaluator", made_of(means, sizes(gate), gate.options))
 
 
+def past(scenario: ScenarioSettings, means: Means) -> Evaluator | None:
+    """What measures earlier releases against the one that is served: whether one is better, on the gate's suite."""
+    from reef.evaluation.policies import Better
+
+    return Better(means, sizes(scenario.gate), {}) if means.suite is not None else None
+
+
 def sizes(gate: GateSettings) -> Sizes:
     from reef.evaluation import Sizes
 

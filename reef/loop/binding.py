@@ -54,6 +54,7 @@ class Binding:
     mode: Literal["auto", "review"] = "auto"
     watching: Watching = field(default_factory=Watching)
     holdout: Holdout | None = None  # which prompts never train; None: all may
+    past: Evaluator | None = None  # measures earlier releases when live scores fall; None: there is no suite for it
 
     def bound(self, part: PartName) -> int | None:
         """The largest lag a sample may have; None for a part whose samples do not age."""

@@ -31,9 +31,14 @@ Side = Literal["new", "old"]
 
 
 class Comparison:
-    """Fed with reports in the order of the log. `reports`: those on the new release after which it is over."""
+    """Fed with reports in the order of the log. `reports`: those on the new release after which it is over.
 
-    def __init__(self, new: str, old: Collection[str], *, reports: int = 300, alpha: float = 0.05) -> None:
+    `first`: the new release is compared with itself; so many of its scores stand for the old one.
+    """
+
+    def __init__(
+        self, new: str, old: Collection[str], *, reports: int = 300, alpha: float = 0.05, first: int = 0
+    ) -> None:
         self.new: list[float] = []  # every score that counts, on each side
         self.old: list[float] = []
         self.rows = 0
@@ -41,7 +46,7 @@ class Comparison:
         self.receipts: list[tuple[str, float]] = []  # records of the new release, and their scores
         self._sides: dict[str, Side] = dict.fromkeys(old, "old")
         self._sides[new] = "new"
-        self._reports, self.bar = reports, 1 / alpha
+        self._reports, self._first, self.bar = reports, first, 1 / alpha
         self._evidence = Evidence(-1)
         self._unused: deque[float] = deque(maxlen=REPEATS * reports)  # of the old release, the newest last
         self._ranked: list[float] = []
@@ -86,7 +91,7 @@ class Comparison:
         """One report's scores on one side count as one: their mean."""
         score = math.fsum(score for _, score in scores) / len(scores)
         insort(self._ranked, score)
-        if side == "old":
+        if side == "old" or len(self.old) < self._first:
             self.old.append(score)
             self._unused.append(score)
             return
@@ -100,6 +105,15 @@ class Comparison:
         self._evidence.add(self._rank(score), [self._rank(other) for other in theirs])
         self.rows += 1
         self.alarmed = self.value >= self.bar
+
+    def again(self) -> Comparison:
+        """The next comparison after one that is over: with the same old scores, on reports that are still to come."""
+        made = Comparison("", (), reports=self._reports, alpha=1 / self.bar, first=self._first)
+        made._sides, made._seen, made.old = self._sides, self._seen, list(self.old)
+        made._unused.extend(self.old)
+        for score in self.old:
+            insort(made._ranked, score)
+        return made
 
     def _rank(self, score: float) -> float:
         """A score's place among all seen so far, the lowest at 0 and the highest at 1."""

@@ -232,8 +232,9 @@ class _Seat:
     async def _watch(self) -> bool:
         if self._binding is None:
             return False
-        if self._vigil is None or self._vigil.rule != self._binding.watching:
-            self._vigil = Vigil(self._tools, self._name, self._binding.watching)
+        bound = self._binding
+        if self._vigil is None or self._vigil.rule != bound.watching or self._vigil.past is not bound.past:
+            self._vigil = Vigil(self._tools, self._name, bound.watching, bound.past)
         more = await failures.asked(self._tools, self._name)
         return await self._vigil.look() or more
 

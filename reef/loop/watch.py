@@ -5,7 +5,8 @@ Does not know: the test (`compare`), or how the release was made. Works from sto
 it goes on while a trainer is busy or gone.
 
 - A release that the learner or a person brought (publish, promote) is watched against the one before it, until enough
-  reports came, an alarm, or the next release. What a rollback brought is not watched: going back never leads back.
+  reports came, an alarm, or the next release. What a rollback brought is not watched so: going back never leads back.
+- After that, and for what a rollback brought, it is watched against its own beginning (`fall`).
 - All of it is worked out again from the log after a crash: the same reports in the same order, the same decision.
 - An alarm is told first, then failures become tasks, then the release goes; each once, however often it is tried.
 """
@@ -21,9 +22,11 @@ from typing import Any, Final, cast
 from reef.core.errors import ConflictError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Record, Release, Report
+from reef.evaluation import Evaluator
 from reef.loop import failures, tell
 from reef.loop.binding import Tools, Watching
 from reef.loop.compare import LEAST, REPEATS, Comparison
+from reef.loop.fall import Fall
 from reef.records import Query, RecordStore
 from reef.records.lookup import Source
 from reef.scenario.serving import rollback
@@ -39,14 +42,15 @@ log = logging.getLogger(__name__)
 class Vigil:
     """The watch of one scenario. `look` is called again and again; it does at once whatever there is to do."""
 
-    def __init__(self, tools: Tools, scenario: str, rule: Watching) -> None:
-        self.rule = rule
+    def __init__(self, tools: Tools, scenario: str, rule: Watching, past: Evaluator | None = None) -> None:
+        self.rule, self.past = rule, past
         self._tools, self._scenario = tools, scenario
         self._release: Release | None = None  # what is served; watched only when there is a comparison
         self._before: Release | None = None
         self._comparison: Comparison | None = None
         self._cursor = 0
         self._done = False
+        self._fall: Fall | None = None
         self._said = "nothing is served yet"
 
     async def look(self) -> bool:
@@ -58,7 +62,7 @@ class Vigil:
             await self._begin(await asyncio.to_thread(self._tools.chain.get, serving.release_id))
         comparison, release = self._comparison, self._release
         if comparison is None or release is None or self._done:
-            return False
+            return self._fall is not None and await self._fall.look()
         events = await self._tools.store.events(self._scenario, self._cursor, PAGE) if not comparison.over else []
         entries = await failures.found(self._tools.store, [event.ref for event in events if event.kind == "report"])
         since = release.created_at - WINDOW
@@ -70,13 +74,14 @@ class Vigil:
         if events:
             self._cursor = events[-1].seq
         self._done = comparison.over
-        return moved or len(events) == PAGE
+        return moved or self._done or len(events) == PAGE
 
     def shown(self) -> dict[str, Any]:
         """For people and the status page."""
         comparison, release, before = self._comparison, self._release, self._before
+        fall = {"fall": self._fall.shown()} if self._fall is not None else {}
         if comparison is None or release is None or before is None:
-            return {"state": "idle", "reason": self._said}
+            return {"state": "idle", "reason": self._said} | fall
         count, rows = len(comparison.new), comparison.rows
         shown: dict[str, Any] = {"release_id": release.id, "before": before.id, "reports": count, "compared": rows}
         shown |= {"wanted": self.rule.reports, "evidence": round(comparison.value, 3), "alarm_at": comparison.bar}
@@ -87,13 +92,15 @@ class Vigil:
             few = f"only {len(comparison.old)} scored reports on release {before.seq}, which was before it"
             return shown | {"state": "blind", "reason": f"cannot be watched: {few}"}
         said = f"{count} of {self.rule.reports} reports came, {rows} were compared with earlier ones"
-        return shown | {"state": "passed" if comparison.over else "watching", "reason": said}
+        return shown | {"state": "passed" if comparison.over else "watching", "reason": said} | fall
 
     async def _begin(self, release: Release) -> None:
         """A release is served that was not before: find out what to compare it with, and from where in the log."""
         await asyncio.to_thread(tell.releases, self._tools, self._scenario)  # a gateway may have died before it did
         self._release, self._before, self._comparison, self._done = None, None, None, False
         await self._compare(release)
+        off = self.rule.action == "off"
+        self._fall = None if off else Fall(self._tools, release, self.rule, self.past, sources)
         self._release = release  # last: one that failed to begin begins again
 
     async def _compare(self, release: Release) -> None:

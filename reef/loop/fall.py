@@ -1,0 +1,182 @@
+"""Falls: a release whose live scores sink long after it came, because users want something else, or others came.
+
+Knows: a release's scores against its own earlier ones, and which earlier release might do better.
+Does not know: why scores fell; the test (`compare`); how releases are measured (an `Evaluator` with a suite).
+
+- A release's first scored reports say what is usual for it. Every further stretch of as many is compared with them.
+- A fall is told, and its worst records become tasks, so that the suite knows what is wanted now.
+- Then the release before and the base are measured against what is served; the first that the evidence shows to be
+  better is served again. Nothing is, without a suite: a fall alone does not say that anything else would be better.
+- After a fall the present level is the usual one, so that nobody is told the same again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+from reef.core.errors import ConflictError
+from reef.core.failpoint import failpoint
+from reef.core.nouns import Release, Report
+from reef.evaluation import Evaluator
+from reef.loop import failures
+from reef.loop.binding import Tools, Watching
+from reef.loop.compare import Comparison
+from reef.records import Query
+from reef.scenario.serving import rollback
+
+PAGE: Final = 500
+LOOKED: Final = 20
+"""After a restart, so many times `reports` of the newest reports on a release are read again."""
+
+log = logging.getLogger(__name__)
+
+
+class Fall:
+    """One served release. `look` reads on; `sources` tells who answered (see `watch.sources`)."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        release: Release,
+        rule: Watching,
+        past: Evaluator | None,
+        sources: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._tools, self.release, self._rule, self._past, self._sources = tools, release, rule, past, sources
+        self._comparison = self._fresh()
+        self._cursor: int | None = None
+        self.count = 0  # falls so far
+        self.said = ""
+
+    def _fresh(self) -> Comparison:
+        rule = self._rule
+        return Comparison(self.release.id, (), reports=rule.reports, alpha=rule.alpha, first=rule.reports)
+
+    async def look(self) -> bool:
+        """Take the reports that came since. True when more may be waiting, or when something was done."""
+        scenario, tools = self.release.scenario, self._tools
+        if self._comparison.alarmed:  # the last look did not end
+            return await self._fell()
+        if self._cursor is None:
+            self._cursor = await self._start()
+        events = await tools.store.events(scenario, self._cursor, PAGE)
+        entries = await failures.found(tools.store, [event.ref for event in events if event.kind == "report"])
+        reports = {entry.id: entry for entry in entries if isinstance(entry, Report)}
+        found = await self._sources(tools.store, [name for one in reports.values() for name in one.references])
+        for event in events:
+            self._cursor = event.seq
+            if (report := reports.get(event.ref)) is None:
+                continue
+            self._comparison.add(report, found)
+            if self._comparison.alarmed:
+                return await self._fell()
+            if self._comparison.over:
+                self._comparison = self._comparison.again()
+        return len(events) == PAGE
+
+    async def _start(self) -> int:
+        """The place in the log after which this release's reports are read."""
+        store, first, count = self._tools.store, 0, 0
+        while count < LOOKED * self._rule.reports:
+            page = await store.find(
+                Query(
+                    self.release.scenario,
+                    kind="report",
+                    since=self.release.created_at,
+                    before=first or None,
+                    limit=PAGE,
+                )
+            )
+            if not page:
+                break
+            first, count = page[-1][0], count + len(page)
+        if first:
+            return first - 1
+        newest = await store.find(Query(self.release.scenario, limit=1))
+        return newest[0][0] if newest else 0
+
+    async def _fell(self) -> bool:
+        """Tell it, keep the failures, look for something better. After a crash the next look does what is undone."""
+        release, comparison, tools = self.release, self._comparison, self._tools
+        told = f"fall {self.count + 1}"
+        usual = _mean(comparison.old) or 0.0
+        reason = (
+            f"live scores on release {release.seq} fell: mean {_mean(comparison.new):.3g} over the last "
+            f"{len(comparison.new)} reports against {usual:.3g} over its first {len(comparison.old)} "
+            f"(evidence {comparison.value:.3g}, the alarm is at {comparison.bar:.3g})"
+        )
+        known = await asyncio.to_thread(tools.journal.about, release.id)
+        if not any(act.kind == "alarm" and act.detail.get("fall") == told for act in known):
+            detail = {"release": release.seq, "fall": told, "score": _mean(comparison.new), "score_before": usual}
+            await asyncio.to_thread(
+                tools.journal.tell, release.scenario, "alarm", release.id,
+                actor="watch", reason=reason, detail=detail, once=False,
+            )  # fmt: skip
+            log.warning("%s: %s", release.scenario, reason)
+        failpoint("loop.after_fall")
+        low = [
+            (receipt, f"scored {score:.3g} on release {release.seq}; {usual:.3g} was usual for it")
+            for receipt, score in comparison.receipts
+            if score < usual
+        ]
+        await failures.keep(tools, release.scenario, low[-failures.KEPT :], "watch")
+        self.said = await self._better()
+        self.count += 1
+        self._comparison = self._fresh()
+        return True
+
+    async def _better(self) -> str:
+        """Serve an earlier release again if it is shown to be better than this one now. A sentence on what was done."""
+        release, tools = self.release, self._tools
+        pin = await asyncio.to_thread(tools.journal.pinned, release.scenario)
+        if self._past is None or self._rule.action != "rollback" or pin is not None:
+            return "told; nothing earlier was measured"
+        for earlier in await asyncio.to_thread(self._earlier):
+            evaluation = await self._past.evaluate(earlier, release, 1)
+            failpoint("loop.after_past")
+            if evaluation.verdict != "accept":
+                continue
+            reason = f"live scores fell, and release {earlier.seq} is better now: {evaluation.reason}"
+            try:
+                await asyncio.to_thread(
+                    rollback, release.scenario, earlier.id, tools.chain, tools.board,
+                    actor="watch", reason=reason, expected=release.id,
+                )  # fmt: skip
+            except ConflictError as error:  # somebody was quicker
+                return f"release {earlier.seq} was better, but the head moved: {error.message}"
+            return reason
+        return "no earlier release that was measured is better now"
+
+    def _earlier(self) -> Sequence[Release]:
+        """The release before and the base, as far as their parts are others."""
+        chain, seen = self._tools.chain, [_key(self.release)]
+        found: list[Release] = []
+        node = self.release
+        while node.parent is not None:
+            node = chain.get(node.parent)
+            if _key(node) not in seen and (not found or node.parent is None):
+                seen.append(_key(node))
+                found.append(node)
+        return found
+
+    def shown(self) -> dict[str, Any]:
+        comparison = self._comparison
+        return {
+            "falls": self.count,
+            "usual": _mean(comparison.old),
+            "now": _mean(comparison.new),
+            "compared": len(comparison.new),
+            "last": self.said,
+        }
+
+
+def _key(release: Release) -> Any:
+    return sorted((name, part.kind, tuple(sorted(part.files.items()))) for name, part in release.parts.items())
+
+
+def _mean(scores: Sequence[float]) -> float | None:
+    return math.fsum(scores) / len(scores) if scores else None

@@ -1,0 +1,192 @@
+"""A release whose live scores sink long after it came: told, its failures kept, and something better served again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reef.core import failpoint
+from reef.core.nouns import Act, Candidate, Evaluation, Release, Verdict
+from reef.loop.binding import Watching
+from reef.loop.compare import Comparison
+from reef.loop.watch import Vigil
+from reef.records.lookup import Source
+from tests.loop.kit import NAME, World, report
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = await World(tmp_path).open()
+    yield made
+    await made.close()
+
+
+class Past:
+    """Accepts the releases with these numbers; remembers what it was asked."""
+
+    def __init__(self, *better: int) -> None:
+        self.better = better
+        self.asked: list[tuple[int, int]] = []
+
+    async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
+        self.asked.append((candidate.seq, incumbent.seq))
+        verdict: Verdict = "accept" if candidate.seq in self.better else "undecided"
+        return Evaluation("better", verdict, "Accepted: 9 to 0.", candidate.id, incumbent.id)
+
+
+class Ended(Exception):
+    pass
+
+
+class Crash(dict[str, int]):
+    """Stands in for the armed failpoints: passing this one ends the work where it is."""
+
+    def __init__(self, point: str) -> None:
+        super().__init__()
+        self.point = point
+
+    def __contains__(self, name: object) -> bool:
+        if name == self.point:
+            raise Ended
+        return False
+
+
+async def looked(watch: Vigil) -> dict[str, Any]:
+    while await watch.look():
+        pass
+    return watch.shown()
+
+
+def acts(world: World, *kinds: str) -> list[Act]:
+    return [act for act in world.journal.after(0) if act.kind in kinds]
+
+
+def vigil(world: World, past: Past | None = None, reports: int = 10) -> Vigil:
+    return Vigil(world.tools, NAME, Watching(reports=reports), past)
+
+
+async def chain(world: World) -> tuple[Release, Release, Release]:
+    """Three releases, each liked; the last one's first ten reports are good too."""
+    base = world.head
+    await world.say(12, score=1.0)
+    one = world.note()
+    await world.say(12, score=1.0)
+    two = world.note()
+    await world.say(11, score=1.0)
+    return base, one, two
+
+
+async def test_a_fall_is_told_and_kept_as_tasks_but_alone_changes_nothing(world: World) -> None:
+    _, _, two = await chain(world)
+    watch = vigil(world)
+    assert (await looked(watch))["state"] == "passed"
+    await world.say(20, score=0.0)
+    shown = await looked(watch)
+    assert shown["fall"]["falls"] == 1
+    assert world.head == two
+    (alarm,) = acts(world, "alarm")
+    assert (alarm.ref, alarm.actor, alarm.detail["fall"]) == (two.id, "watch", "fall 1")
+    assert (
+        "live scores on release 2 fell: mean 0.125 over the last 8 reports against 1 over its first 10" in alarm.reason
+    )
+    assert world.tools.book is not None
+    assert len(world.tools.book.failures(NAME)) == 7
+    await world.say(60, score=0.0)  # what is usual now
+    await looked(watch)
+    assert len(acts(world, "alarm")) == 1
+
+
+@pytest.mark.parametrize(("better", "target"), [((1,), 1), ((0,), 0), ((0, 1), 1)])
+async def test_what_is_shown_to_be_better_is_served_again(world: World, better: tuple[int, ...], target: int) -> None:
+    releases = await chain(world)
+    past = Past(*better)
+    watch = vigil(world, past)
+    await looked(watch)
+    await world.say(20, score=0.0)
+    await looked(watch)
+    assert (world.head.operation, world.head.base, world.head.actor) == ("rollback", releases[target].id, "watch")
+    assert f"release {target} is better now: Accepted: 9 to 0." in world.head.reason
+    assert past.asked[0] == (1, 2)
+    serving = world.board.get(NAME)
+    assert serving is not None
+    assert serving.release_id == world.head.id
+
+
+async def test_without_evidence_for_an_earlier_one_it_stays(world: World) -> None:
+    _, _, two = await chain(world)
+    past = Past()
+    watch = vigil(world, past)
+    await looked(watch)
+    await world.say(20, score=0.0)
+    shown = await looked(watch)
+    assert past.asked == [(1, 2), (0, 2)]
+    assert world.head == two
+    assert shown["fall"]["last"] == "no earlier release that was measured is better now"
+
+
+async def test_a_pin_holds_it(world: World) -> None:
+    _, _, two = await chain(world)
+    world.journal.pin(NAME, two.id, actor="ada", reason="demo")
+    past = Past(0, 1)
+    watch = vigil(world, past)
+    await looked(watch)
+    await world.say(20, score=0.0)
+    await looked(watch)
+    assert (world.head, past.asked, len(acts(world, "alarm"))) == (two, [], 1)
+
+
+@pytest.mark.parametrize("point", ["loop.after_fall", "loop.after_past"])
+async def test_after_a_crash_the_same_is_done_and_told_once(
+    world: World, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, one, _ = await chain(world)
+    await world.say(20, score=0.0)
+    monkeypatch.setattr(failpoint, "_armed", Crash(point))
+    with pytest.raises(Ended):
+        await looked(vigil(world, Past(1)))
+    monkeypatch.setattr(failpoint, "_armed", {})
+    await looked(vigil(world, Past(1)))
+    assert (world.head.operation, world.head.base) == ("rollback", one.id)
+    assert len(acts(world, "alarm")) == 1
+
+
+def test_scores_that_stay_as_they_were_are_a_fall_in_one_stretch_of_twenty_at_most() -> None:
+    draw, alarms, stretches = random.Random(4), 0, 0
+    for life in range(40):
+        comparison = Comparison("r", (), reports=60, first=60)
+        for number in range(60 * 11):
+            receipt = f"{life}-{number}"
+            one = report(life * 1000 + number, receipt, score=float(draw.random() < 0.6))
+            comparison.add(one, {receipt: Source("r", None, "live")})
+            if comparison.over:
+                alarms, stretches = alarms + comparison.alarmed, stretches + 1
+                comparison = comparison.again()
+    assert stretches >= 400
+    assert alarms / stretches <= 0.05
+
+
+async def test_a_slow_decline_is_seen_against_the_beginning(world: World) -> None:
+    await chain(world)
+    watch, draw = vigil(world), random.Random(1)
+    for rate in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
+        for _ in range(10):
+            await world.say(1, score=float(draw.random() < rate))
+    assert (await looked(watch))["fall"]["falls"] == 1
+
+
+async def test_what_a_rollback_brought_is_watched_for_falls(world: World) -> None:
+    base, _, _ = await chain(world)
+    watch = vigil(world, Past(0))
+    await looked(watch)
+    await world.say(20, score=0.0)
+    await looked(watch)
+    assert world.head.base == base.id
+    await world.say(10, score=1.0)
+    await world.say(20, score=0.0)
+    shown = await looked(watch)
+    assert (shown["state"], shown["fall"]["falls"]) == ("idle", 1)
+    assert len(acts(world, "alarm")) == 2
