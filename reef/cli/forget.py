@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reef.cli import options, show, state
+from reef.cli import options, sessions, show, state
 from reef.cli.api import Found, connect, find
 from reef.cli.export import Progress
 from reef.core.errors import InputError, MissingError
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     said = Progress()
     done, clean = keep.forget(path, receipts, said.now)
+    sessions.forget(place.state_dir, [*receipts, *gone])
     found = learnt(chain, place.scenario, [*receipts, *gone])  # one may have been published meanwhile
     if not clean:
         print(

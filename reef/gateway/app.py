@@ -25,6 +25,7 @@ from reef.gateway import (
     health,
     imports,
     inference,
+    joined,
     metrics,
     models,
     openapi,
@@ -100,8 +101,8 @@ SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/reef/scenarios/{s}/records", {"GET": Route("read", views.records)}),
     ("/reef/scenarios/{s}/records/*", {"GET": Route("read", views.record)}),
     ("/reef/scenarios/{s}/reports", {"GET": Route("read", views.reports)}),
-    ("/reef/scenarios/{s}/sessions", {"GET": Route("read", views.sessions)}),
-    ("/reef/scenarios/{s}/sessions/*", {"GET": Route("read", views.session)}),
+    ("/reef/scenarios/{s}/sessions", {"GET": Route("read", joined.sessions)}),
+    ("/reef/scenarios/{s}/sessions/*", {"GET": Route("read", joined.session)}),
     ("/reef/why/*", {"GET": Route("read", why.why)}),
 )
 """Routes with parts that vary: `{name}` is one part, `*` the rest."""

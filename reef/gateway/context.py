@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from reef.core.nouns import Json, Serving
 from reef.core.rpc import Client
@@ -83,6 +84,7 @@ class Context:
     trouble_of: Callable[[str], str | None] = lambda name: None  # why a scenario cannot be served by its engine
     check_scenario: Callable[[str, Mapping[str, Json]], None] = lambda name, settings: None
     audit: Audit = field(default_factory=Absent)
+    sessions: Path | None = None  # what the learner joined; it need not be there
     spent: Callable[[str], Mapping[str, Json] | None] = lambda name: None
     remote: Callable[[Mapping[str, str]], Mapping[str, Json] | None] = lambda serving: None
     models: tuple[str, ...] | None = None  # ids that GET /v1/models lists; None: the engines' names

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import reef
 from reef.core.nouns import ActKind
+from reef.experience.tree import Kind
 from reef.gateway.call import Call
 from reef.scenario.story import STATES
 
@@ -104,6 +105,31 @@ _CANDIDATE = _object(
     evaluation=_or_null(_ANY),
     release_id=_or_null(_TEXT),
 )
+_SOME = _or_null({"type": "integer"})
+_SESSION = _object(
+    ("session", "last_seq", "count", "first_at", "last_at", "named", "within"),
+    session=_TEXT,
+    last_seq={"type": "integer"},
+    count={"type": "integer"},
+    first_at=_or_null({"type": "number"}),
+    last_at=_or_null({"type": "number"}),
+    named={"type": "boolean"},
+    within=_or_null(_TEXT),
+    branches=_SOME,
+    sides=_SOME,
+    retries=_SOME,
+)
+_PLACE = _object(
+    ("record", "session", "parent", "kind", "segment", "branch", "turn", "note"),
+    record=_RECEIPT,
+    session=_TEXT,
+    parent=_or_null(_RECEIPT),
+    kind={"enum": list(get_args(Kind))},
+    segment={"type": "integer", "minimum": 0},
+    branch=_TEXT,
+    turn={"type": "integer", "minimum": 0},
+    note=_TEXT,
+)
 ANSWERS: Mapping[str, Schema] = {
     "Error": _object(
         ("error",),
@@ -135,8 +161,16 @@ ANSWERS: Mapping[str, Schema] = {
     "Records": _object(("records", "next"), records=_list(_ANY), next=_PAGE),
     "Record": _object(("agent_record_id", "status"), agent_record_id=_RECEIPT, status=_TEXT),
     "Reports": _object(("reports", "next"), reports=_list(_ANY), next=_PAGE),
-    "Sessions": _object(("sessions", "next"), sessions=_list(_ANY), next=_PAGE),
-    "Session": _ANY,
+    "Sessions": _object(
+        ("sessions", "next", "joined"), sessions=_list(_SESSION), next=_PAGE, joined={"type": "boolean"}
+    ),
+    "Session": _object(
+        ("session", "records", "next", "joined"),
+        session=_TEXT,
+        records=_list(_object(("agent_record_id", "seq", "place"), place=_or_null(_PLACE))),
+        next=_PAGE,
+        joined={"type": "boolean"},
+    ),
     "Releases": _object(("releases", "next"), releases=_list(_ANY), next=_PAGE),
     "Release": _object(("release_id", "seq"), release_id=_TEXT, seq={"type": "integer"}),
     "Candidates": _object(("candidates", "known"), candidates=_list(_CANDIDATE), known={"type": "boolean"}),
@@ -259,7 +293,12 @@ ROUTES: Mapping[tuple[str, str], Described] = {
         {**_PAGED, **{name: _FILTERS[name] for name in ("since", "until", "min_score", "max_score")}},
     ),
     ("GET", "/reef/scenarios/{s}/sessions"): ("Sessions, newest first", None, "Sessions", {**_PAGED}),
-    ("GET", "/reef/scenarios/{s}/sessions/{id}"): ("A session's records, oldest first", None, "Session", {**_PAGED}),
+    ("GET", "/reef/scenarios/{s}/sessions/{id}"): (
+        "A session's records, oldest first, each with its place",
+        None,
+        "Session",
+        {**_PAGED},
+    ),
 }
 """(method, path) → what it is for, the name of its body and of its answer, and its query parameters."""
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = 50
 MOST = 500
-_PAGE = ("after", "limit")
+PAGED = ("after", "limit")
 _FILTERS: Mapping[str, tuple[str, ...] | None] = {
     "session": None,
     "release_id": None,
@@ -49,7 +49,7 @@ async def releases(app: App, call: Call) -> None:
     Each has its `gain` as it was measured again on fresh tasks. `all=true` adds `rulings`: what was turned down or is
     held beside them, newest first; null when the learner's audit cannot be read.
     """
-    name = _scenario(app, call)
+    name = scenario_of(app, call)
     limit = call.number("limit", PAGE, MOST) or PAGE
     after, whole = call.query("after"), call.query("all") in ("true", "1")
 
@@ -79,14 +79,14 @@ async def releases(app: App, call: Call) -> None:
 
 async def release(app: App, call: Call) -> None:
     """One release or candidate, by id or unique prefix."""
-    name = _scenario(app, call)
+    name = scenario_of(app, call)
     found = (await app.shelf.take(call.params["id"], name)).release
     await call.json(200, release_view(found, current=found.id == _current(app, name)))
 
 
 async def records(app: App, call: Call) -> None:
     """`{records, next}`, newest first. See `filters` for what narrows them."""
-    name = _scenario(app, call)
+    name = scenario_of(app, call)
     query = filters(call.queries(), name)
     found = await app.context.store.find(replace(query, limit=query.limit + 1))
     shown = [record_view(item) | {"seq": seq} for seq, item in found[: query.limit] if isinstance(item, Record)]
@@ -98,7 +98,7 @@ async def record(app: App, call: Call) -> None:
 
     By its receipt, or by another id that a report may quote it by.
     """
-    name, wanted = _scenario(app, call), call.params["*"]
+    name, wanted = scenario_of(app, call), call.params["*"]
     missing = MissingError(f"scenario {name!r} has no record {wanted[:80]!r}", param="id")
     receipt = wanted if parse_receipt(wanted) == wanted else None
     if receipt is None and (receipt := (await resolve(app.context.store, [wanted], [name])).get(wanted)) is None:
@@ -118,34 +118,11 @@ async def record(app: App, call: Call) -> None:
 
 async def reports(app: App, call: Call) -> None:
     """`{reports, next}`, newest first, paged like records; filters: since, until, min_score, max_score."""
-    name = _scenario(app, call)
+    name = scenario_of(app, call)
     query = filters(call.queries(), name, kind="report")
     found = await app.context.store.find(replace(query, limit=query.limit + 1))
     shown = [report_view(item) | {"seq": seq} for seq, item in found[: query.limit] if isinstance(item, Report)]
     await call.json(200, {"reports": shown, "next": _next(found, query.limit)})
-
-
-async def sessions(app: App, call: Call) -> None:
-    """`{sessions, next}`: those that clients named, the one with the newest record first."""
-    name = _scenario(app, call)
-    given = _given(call.queries(), _PAGE)
-    limit, after = _number(given, "limit", PAGE, MOST), _number(given, "after", 0, 2**62)
-    found = await _able(app, "sessions")(name, after or None, limit + 1)
-    shown = [asdict(item) for item in found[:limit]]
-    await call.json(200, {"sessions": shown, "next": found[limit - 1].last_seq if len(found) > limit else None})
-
-
-async def session(app: App, call: Call) -> None:
-    """`{session, records, next}`: one session's records, the oldest first."""
-    name = _scenario(app, call)
-    given = _given(call.queries(), _PAGE)
-    limit, after = _number(given, "limit", PAGE, MOST), _number(given, "after", 0, 2**62)
-    wanted = call.params["*"]
-    found = await _able(app, "session")(name, wanted, after, limit + 1)
-    if not found and not after:
-        raise MissingError(f"scenario {name!r} has no session {wanted[:80]!r}", param="session")
-    shown = [record_view(item) | {"seq": seq} for seq, item in found[:limit]]
-    await call.json(200, {"session": wanted, "records": shown, "next": _next(found, limit)})
 
 
 def filters(given: Mapping[str, str], scenario: str, *, kind: str = "record") -> Query:
@@ -154,8 +131,8 @@ def filters(given: Mapping[str, str], scenario: str, *, kind: str = "record") ->
     after, limit; since, until (unix seconds or ISO 8601; without an offset it is UTC), min_score, max_score (of the
     reports on a record, or of a report); and for records session, release_id, status, purpose, tag (`name:value`).
     """
-    names = (*_PAGE, *_RANGES) if kind == "report" else (*_PAGE, *_FILTERS, "tag", *_RANGES)
-    given = _given(given, names)
+    names = (*PAGED, *_RANGES) if kind == "report" else (*PAGED, *_FILTERS, "tag", *_RANGES)
+    given = only(given, names)
     texts: dict[str, str] = {}
     for key, allowed in _FILTERS.items():
         if (value := given.get(key)) is not None:
@@ -171,8 +148,8 @@ def filters(given: Mapping[str, str], scenario: str, *, kind: str = "record") ->
     return Query(
         scenario,
         kind=kind,
-        before=_number(given, "after", 0, 2**62) or None,
-        limit=_number(given, "limit", PAGE, MOST),
+        before=number(given, "after", 0, 2**62) or None,
+        limit=number(given, "limit", PAGE, MOST),
         since=moment(given.get("since"), "since"),
         until=moment(given.get("until"), "until"),
         tag=tag,
@@ -221,7 +198,7 @@ def _score(text: str | None, name: str) -> float | None:
     return value
 
 
-def _number(given: Mapping[str, str], name: str, default: int, most: int) -> int:
+def number(given: Mapping[str, str], name: str, default: int, most: int) -> int:
     """A whole, positive number, at most `most`."""
     if (text := given.get(name)) is None:
         return default
@@ -230,17 +207,10 @@ def _number(given: Mapping[str, str], name: str, default: int, most: int) -> int
     return min(int(text[:18]), most)
 
 
-def _given(given: Mapping[str, str], known: Sequence[str]) -> Mapping[str, str]:
+def only(given: Mapping[str, str], known: Sequence[str]) -> Mapping[str, str]:
     if unknown := sorted(set(given) - set(known)):
         raise InputError(f"no parameter {unknown[0][:40]!r} here; there are: {', '.join(known)}", param=unknown[0])
     return given
-
-
-def _able(app: App, name: str) -> Any:
-    """A reading method that a store need not have."""
-    if (found := getattr(app.context.store, name, None)) is None:
-        raise MissingError("this record store cannot list sessions; use records?session=NAME")
-    return found
 
 
 def _next(found: Sequence[tuple[int, Record | Report]], limit: int) -> int | None:
@@ -367,7 +337,7 @@ def _json(body: bytes) -> Any:
     return Written(body)
 
 
-def _scenario(app: App, call: Call) -> str:
+def scenario_of(app: App, call: Call) -> str:
     name = call.params["s"]
     if app.context.watch.get(name) is None:  # another gateway may have made it a moment ago
         app.context.watch.refresh()

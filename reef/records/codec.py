@@ -182,6 +182,7 @@ class _Fields(msgspec.Struct, array_like=True, frozen=True):
     answer_id: str | None  # only what its column cannot hold
     error: str | None
     untrainable: str | None
+    legal: str | None = None  # of the sampling
 
 
 _fields = msgspec.msgpack.Decoder(_Fields)
@@ -206,6 +207,7 @@ def pack_meta(record: Record) -> bytes:
                 record.answer_id if column(record.answer_id) is None else None,
                 record.error,
                 record.untrainable,
+                *(() if drawn is None or drawn.legal is None else (drawn.legal,)),
             )
         )
         times = _times.pack(
@@ -251,7 +253,7 @@ def unpack_meta(data: bytes, status: Status, purpose: Purpose) -> Record:
         choices=tuple(_choice(*answer) for answer in fields.answers),
         usage=Usage(*fields.usage) if fields.usage else None,
         prompt_ids=() if fields.prompted else None,
-        sampling=Sampling(*fields.sampling) if fields.sampling else None,
+        sampling=Sampling(*fields.sampling, fields.legal) if fields.sampling else None,
         model_asked=fields.model_asked,
         model_answered=fields.model_answered,
         tags=fields.tags or {},

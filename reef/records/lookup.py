@@ -16,6 +16,7 @@ import msgspec
 from reef.core.errors import MissingError, StoreError
 from reef.core.nouns import Choice, Event, Purpose, Record, Report, Status
 from reef.records import Query, codec, pages
+from reef.records.bodies import Bodies
 
 COLUMNS = (
     "seq, id, scenario, release_id, session, owner, status, purpose, request, rendered, reply, answer_id, meta, tokens,"
@@ -65,6 +66,7 @@ class Source:
 class Lookup:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
+        self._bodies = Bodies(connection)
 
     def get(self, ids: Sequence[str]) -> list[Record | Report]:
         found: list[Record | Report] = []
@@ -81,6 +83,32 @@ class Lookup:
     def record(self, name: str) -> Record | None:
         row = self._db.execute(_BY_ID, (name,)).fetchone()
         return None if row is None else self._record(row)
+
+    def exchanges(self, ids: Sequence[str]) -> list[Record]:
+        """Those of these records that are here: what was asked and answered, without `rendered`, `reply` and tokens."""
+        self._bodies.begin()
+        query = (
+            "SELECT scenario, release_id, session, status, purpose, request, answer_id, meta FROM records WHERE id = ?"
+        )
+        found = []
+        for name in ids:
+            row = self._db.execute(query, (name,)).fetchone()
+            if row is None:
+                continue
+            scenario, release_id, session, status, purpose, request, answer_id, meta = row
+            bare = codec.unpack_meta(meta, status, purpose)
+            found.append(
+                dataclasses.replace(
+                    bare,
+                    id=name,
+                    scenario=scenario,
+                    release_id=release_id,
+                    session=session,
+                    request=self._bodies.join(request),
+                    answer_id=bare.answer_id if answer_id is None else answer_id,
+                )
+            )
+        return found
 
     def known(self, ids: Sequence[str]) -> list[str]:
         """Those of these ids that are records or reports here."""

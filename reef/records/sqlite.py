@@ -80,6 +80,11 @@ class SqliteStore:
     async def get(self, ids: Sequence[str]) -> list[Record | Report]:
         return await self._read(lambda lookup: lookup.get(ids))
 
+    async def exchanges(self, ids: Sequence[str]) -> list[Record]:
+        """Those of these records that are in the store, without `rendered`, `reply` and tokens; cheap for the turns of
+        one session, however long it is."""
+        return await self._read(lambda lookup: lookup.exchanges(ids))
+
     async def known(self, ids: Sequence[str]) -> list[str]:
         """Those of these ids that are in the store."""
         return await self._read(lambda rows: rows.known(ids))

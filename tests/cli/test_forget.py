@@ -7,6 +7,7 @@ import pytest
 
 from reef.core.errors import MissingError
 from reef.core.nouns import Consumed
+from reef.experience.sessions import Sessions
 from reef.releases import Draft, NewPart
 from reef.scenario.learnt import cited, learnt
 from reef.scenario.serving import align
@@ -52,6 +53,22 @@ class Story:
             publish(folder, self.two.id, text="2"),
             publish(folder, self.one.id, self.two.id, text="3"),
         ]
+
+
+def test_what_is_forgotten_leaves_the_sessions_too(folder):
+    story, path = Story(folder), folder.path / "sessions.db"
+    assert folder.run("forget", "--record", story.three.id, "--yes")[0] == 0
+    assert not path.exists(), "nothing was joined here, and nothing is made for it"
+    sessions = Sessions(path)
+
+    async def read(store):
+        await sessions.read("default", store)
+
+    folder.use(read)
+    assert sessions.place(story.one.id) is not None
+    assert folder.run("forget", "--record", story.one.id, "--yes")[0] == 0
+    assert [sessions.place(each.id) is None for each in (story.one, story.two)] == [True, False]
+    sessions.close()
 
 
 def test_a_session_is_erased_and_the_releases_are_named(folder):

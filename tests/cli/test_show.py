@@ -126,6 +126,40 @@ def test_reports_are_listed(server, reef):
     assert len(json.loads(reef("records", "--reports", "--json", "-n", "1")[1])["reports"]) == 1
 
 
+def test_sessions_are_listed_and_one_is_a_tree(server, reef):
+    token = state.read_token(server.folder / ".reef")
+    headers = {"authorization": f"Bearer {token}", "x-session-id": "ses_1"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=20) as client:
+
+        def ask(*messages):
+            answer = client.post("/v1/chat/completions", json={**ASK, "messages": list(messages)})
+            return answer.headers["x-reef-agent-record-id"], answer.json()["choices"][0]["message"]
+
+        (one, said), more = ask(*ASK["messages"]), {"role": "user", "content": "go on"}
+        two, _ = ask(*ASK["messages"], said, more)
+        three, _ = ask(*ASK["messages"], said, {"role": "user", "content": "no, back"})
+
+    def places():
+        found = json.loads(reef("sessions", "ses_1", "--json")[1])["records"]
+        return [item["place"] and item["place"]["parent"] for item in found]
+
+    server.until(lambda: places() == [None, one, one])
+    code, out, err = reef("sessions")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[1] for row in rows if row and row[0] == "ses_1"] == ["3"]
+    assert [row[1] for row in rows if row and row[0] == server.receipt] == ["1"]
+    code, out, err = reef("sessions", "ses_1")
+    lines = out.splitlines()
+    assert (code, err, lines[0].strip()) == (0, "", "ses_1  3 records")
+    assert [next(i for i in (one, two, three) if i in line) for line in lines[1:]] == [one, two, three]
+    assert lines[1].index(one) < lines[2].index(two) == lines[3].index(three)
+    assert "segment 1" in lines[3]
+    assert "the history was edited" in lines[3]
+    code, _, err = reef("sessions", "nobody")
+    assert (code, err.strip()) == (1, "reef: scenario 'default' has no session 'nobody'")
+
+
 def test_rolling_back_to_what_is_served_says_so(reef):
     before = len(json.loads(reef("releases", "--json")[1])["releases"])
     code, out, _ = reef("rollback", "0")

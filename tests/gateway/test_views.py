@@ -5,8 +5,11 @@ import dataclasses
 import pytest
 
 from reef.core.nouns import Choice
+from reef.experience.sessions import Sessions
 from reef.gateway.views import moment
+from reef.records import keep
 from reef.scenario import serving as watching
+from tests.experience.talk import TOOLS, World, chat
 from tests.gateway.test_imports import build, build_report
 
 DAY = 86400.0
@@ -107,6 +110,74 @@ async def test_sessions(client, filled):
     assert await ask(client, "sessions/a") == [ids[0], ids[3]]
     missing = await client.get(f"{PATH}/sessions/zzz")
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "session")
+
+
+@pytest.fixture
+async def joined(run, tmp_path):
+    """A gateway beside a learner's file: a conversation without a name, and one with a title and a sub-agent."""
+    async with run(tmp_path, sessions=tmp_path / "sessions.db") as gateway:
+        world = World(gateway.store, Sessions(tmp_path / "sessions.db"))
+        ids = [await world.ask(chat("u1"), "a1"), await world.ask(chat("u1", "a1", "u2"), "a2")]
+        ids.append(await world.ask(chat("go", tools=TOOLS), "ok", session="ses_1"))
+        ids.append(await world.ask(chat("title"), "Going", session="ses_1"))
+        tags = {"parent-session-id": "ses_1"}
+        ids.append(await world.ask(chat("look", tools=TOOLS), "seen", session="ses_2", tags=tags))
+        yield gateway, world, ids
+        world.sessions.close()
+
+
+async def test_sessions_that_nobody_named_are_listed_too(joined):
+    gateway, world, ids = joined
+    async with gateway.client() as client:
+        body = (await client.get(f"{PATH}/sessions")).json()
+        assert [item["session"] for item in body["sessions"]] == ["ses_2", "ses_1"]
+        await world.read()
+        body = (await client.get(f"{PATH}/sessions")).json()
+        assert (body["joined"], body["next"]) == (True, None)
+        found = {item["session"]: item for item in body["sessions"]}
+        assert list(found) == ["ses_2", "ses_1", ids[0]]
+        assert (found["ses_2"]["within"], found["ses_2"]["named"]) == ("ses_1", True)
+        assert [found["ses_1"][name] for name in ("within", "count", "sides", "branches")] == [None, 2, 1, 2]
+        lone = found[ids[0]]
+        assert (lone["named"], lone["count"], lone["retries"]) == (False, 2, 0)
+        assert lone["last_at"] - lone["first_at"] == 10
+        pages, after = [], {}
+        while after is not None:
+            page = (await client.get(f"{PATH}/sessions", params={"limit": 1, **after})).json()
+            pages += [item["session"] for item in page["sessions"]]
+            after = page["next"] and {"after": page["next"]}
+        assert pages == list(found)
+
+
+async def test_each_record_of_a_session_has_its_place(joined):
+    gateway, world, ids = joined
+    await world.read()
+    async with gateway.client() as client:
+        body = (await client.get(f"{PATH}/sessions/{ids[0]}")).json()
+        assert [item["agent_record_id"] for item in body["records"]] == ids[:2]
+        first, second = (item["place"] for item in body["records"])
+        assert (first["parent"], second["parent"], second["turn"], second["kind"]) == (None, ids[0], 1, "main")
+        page = (await client.get(f"{PATH}/sessions/{ids[0]}", params={"limit": 1})).json()
+        assert [item["agent_record_id"] for item in page["records"]] == ids[:1]
+        rest = (await client.get(f"{PATH}/sessions/{ids[0]}", params={"after": page["next"]})).json()
+        assert [item["agent_record_id"] for item in rest["records"]] == ids[1:2]
+        whole = (await client.get(f"{PATH}/sessions/ses_1")).json()
+        assert [item["agent_record_id"] for item in whole["records"]] == ids[2:]
+        main, title, sub = (item["place"] for item in whole["records"])
+        assert [place["kind"] for place in (main, title, sub)] == ["main", "side", "main"]
+        assert "no part of the session" in title["note"]
+        assert (sub["session"], sub["branch"], sub["note"]) == ("ses_1", "ses_2", "a sub-agent's turn")
+        keep.forget(gateway.state / "records.db", ids[:1])
+        left = (await client.get(f"{PATH}/sessions/{ids[0]}")).json()
+        assert [item["agent_record_id"] for item in left["records"]] == ids[1:2]
+
+
+async def test_without_the_learners_file_there_are_the_named_ones(filled, client):
+    body = (await client.get(f"{PATH}/sessions")).json()
+    assert body["joined"] is False
+    assert [(item["named"], item["within"], item["sides"]) for item in body["sessions"]] == [(True, None, None)] * 2
+    one = (await client.get(f"{PATH}/sessions/a")).json()
+    assert (one["joined"], [item["place"] for item in one["records"]]) == (False, [None, None])
 
 
 async def test_everything_that_is_stored_can_be_read(gateway, client):

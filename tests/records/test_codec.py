@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reef.core.errors import InputError, StoreError
-from reef.core.nouns import Choice, Report
+from reef.core.nouns import Choice, Report, Sampling
 from reef.records import codec
 
 floats32 = st.floats(width=32, allow_nan=False)
@@ -51,6 +51,15 @@ def test_content_ignores_times_and_owner_and_nothing_else(record, report):
     again = report("a" * 32, id="rep_1", score=1.0, feedback={"y": 2, "x": 1}, created_at=99.0)
     assert codec.content(first) == codec.content(again)
     assert codec.content(first) != codec.content(report("a" * 32, id="rep_1", score=None, feedback={"x": 1, "y": 2}))
+
+
+@pytest.mark.parametrize("legal", [None, '{"regex":"a+"}', '{"choice":["é"]}'])
+def test_the_form_of_an_answer_is_kept_with_its_sampling(record, legal):
+    one = record(sampling=Sampling(0.7, max_tokens=9, stop=("x",), legal=legal))
+    assert codec.unpack_meta(codec.pack_meta(one), one.status, one.purpose).sampling == one.sampling
+    assert len(codec.pack_meta(record(sampling=Sampling()))) < len(
+        codec.pack_meta(record(sampling=Sampling(legal="{}")))
+    )
 
 
 def test_impossible_values_are_refused_with_a_reason():
