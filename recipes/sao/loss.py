@@ -20,48 +20,8 @@ from torch import Tensor, nn
 
 from reef.core.errors import TrainError
 from reef.trainers.local.llama import Llama
+from reef.trainers.local.losses import adaptive_lambda, dis, explained_variance, gae, k3, token_mean
 from reef.trainers.local.objective import Context, Outputs, Plan, Rows
-
-
-def dis(ratio: Tensor, low: float, high: float) -> Tensor:
-    """f(r) [T]: the ratio strictly inside (1 - low, 1 + high), else 0."""
-    return torch.where((ratio > 1 - low) & (ratio < 1 + high), ratio, torch.zeros_like(ratio))
-
-
-def adaptive_lambda(length: int, alpha: float) -> float:
-    """Length-adaptive lambda = 1 - 1 / (alpha l), clipped to [0, 1]; l counts observations too."""
-    return min(1.0, max(0.0, 1 - 1 / (alpha * length)))
-
-
-def advantages(values: Sequence[float], mask: Sequence[float], reward: float, lam: float) -> list[float]:
-    """Skip-observation GAE, gamma 1: the recursion walks action tokens only, backwards; observations get 0.
-
-    delta_t = rho_t + V(next action) - V(t), A_t = delta_t + lam A(next action); rho is the reward on the last action.
-    """
-    found = [0.0] * len(values)
-    following, ahead, rho = 0.0, 0.0, reward
-    for t in reversed(range(len(values))):
-        if mask[t]:
-            ahead = rho + following - values[t] + lam * ahead
-            found[t], following, rho = ahead, values[t], 0.0
-    return found
-
-
-def explained_variance(returns: Sequence[float], values: Sequence[float]) -> float | None:
-    """1 - Var(R - V) / Var(R). None where it is not defined: fewer than two returns, or all the same."""
-    spread = _variance(returns)
-    if spread <= 1e-12:
-        return None
-    return 1 - _variance([one - other for one, other in zip(returns, values, strict=True)]) / spread
-
-
-def _variance(numbers: Sequence[float]) -> float:
-    """Of the numbers cut off at 1e100 either way (NaN counts as 0), so that no square or sum can overflow."""
-    if not numbers:
-        return 0.0
-    bounded = [0.0 if math.isnan(number) else max(-1e100, min(1e100, number)) for number in numbers]
-    mean = math.fsum(bounded) / len(bounded)
-    return math.fsum((number - mean) ** 2 for number in bounded) / len(bounded)
 
 
 class Linear(nn.Module):
@@ -96,7 +56,7 @@ class Full(nn.Module):
         """The values [T] of the states before each response token."""
         mine = copy.copy(model)
         mine.weights = model.weights | dict(zip(self.names, self.copies, strict=True))
-        values: Tensor = self.head(mine.hidden(rows.packed)[rows.predicts]).squeeze(-1)
+        values: Tensor = self.head(mine.hidden(rows.packed, None, rows.predicts)).squeeze(-1)
         return values
 
 
@@ -127,6 +87,7 @@ class SAO:
         self.length_alpha = length_alpha
         self.kl = kl
         self._warming = False
+        self._tokens: dict[int, float] = {}  # trained tokens of the whole batch by lag
 
     def modules(self, model: Llama) -> Mapping[str, tuple[nn.Module, float]]:
         critic = Linear(model.layout.hidden) if self.critic == "linear" else Full(model)
@@ -139,6 +100,7 @@ class SAO:
         rewards: list[float] = []
         first_values: list[float] = []
         lags: list[int] = []
+        self._tokens = {}
         for rows in batch:
             if self.critic == "linear" or self.kl:
                 base = context.base(rows)
@@ -148,11 +110,13 @@ class SAO:
             values = torch.split(self._values(context, rows), list(rows.lengths))
             masks = torch.split(rows.mask, list(rows.lengths))
             found = []
-            for value, mask, reward, length in zip(values, masks, rows.rewards, rows.lengths, strict=True):
+            samples = zip(values, masks, rows.rewards, rows.lengths, rows.lags, strict=True)
+            for value, mask, reward, length, lag in samples:
                 if reward is None:
                     raise TrainError("SAO needs a score for every sample; the batch holds one without")
                 lam = adaptive_lambda(length, self.length_alpha)
-                found += advantages(value.tolist(), mask.tolist(), reward, lam)
+                found += gae(value.tolist(), mask.tolist(), reward, lam)
+                self._tokens[lag] = self._tokens.get(lag, 0.0) + float(mask.sum())
                 rewards.append(reward)
                 first_values.append(float(value[mask.argmax()]))
             lags += rows.lags
@@ -183,19 +147,25 @@ class SAO:
         ratio = (logprobs.detach() - rows.logprobs).exp()
         weight = dis(ratio, self.low, self.high)
         tokens = rows.total.tokens
-        policy = -(weight * rows.extra["advantages"] * logprobs * rows.mask).sum() / tokens
+        policy = token_mean(-weight * rows.extra["advantages"] * logprobs, rows.mask, rows.total)
         if self._warming:
             policy = policy * 0.0
+        gone = (weight == 0) * rows.mask
+        moving = ((weight * rows.extra["advantages"]) != 0) * rows.mask
         metrics = {
             "policy_loss": float(policy.detach()),
-            "pg_clipfrac": float(((weight == 0) * rows.mask).sum()) / tokens,
-            "effective_tokens": float(((weight != 0) * rows.mask).sum()),
+            "pg_clipfrac": float(gone.sum()) / tokens,
+            "effective_tokens": float((rows.mask - gone).sum()),
+            "effective_token_rate": float(moving.sum()) / tokens,
             "mismatch": float(((logprobs.detach() - rows.logprobs).abs() * rows.mask).sum()) / tokens,
         }
+        for lag, each in zip(rows.lags, gone.split(list(rows.lengths)), strict=True):
+            if self._tokens[lag]:
+                name = f"masked_lag_{lag}"
+                metrics[name] = metrics.get(name, 0.0) + float(each.sum()) / self._tokens[lag]
         if not self.kl:
             return policy, metrics
-        apart = (logprobs - rows.extra["base_logprobs"]).clamp(-10, 10)
-        drift = (((-apart).exp() - 1 + apart) * rows.mask).sum() / tokens
+        drift = token_mean(k3(logprobs, rows.extra["base_logprobs"]), rows.mask, rows.total)
         return policy + self.kl * drift * (not self._warming), metrics | {"kl": float(drift.detach())}
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:

@@ -6,6 +6,7 @@ trainer process loads.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -32,6 +33,7 @@ class SAORecipe:
     critic_steps: int = 2  # critic updates per policy update
     critic_warmup: int = 0  # first steps that move only the critic
     length_alpha: float = 1.5  # lambda = 1 - 1 / (length_alpha * response length)
+    merge: bool = False  # one report on several turns of a session is one sample; false: each turn is judged alone
     kl: float = 0.0  # weight of a pull (k3) towards the frozen base; the paper has none
     rank: int = 8  # of the LoRA
     alpha: float = 16.0
@@ -49,15 +51,19 @@ class SAORecipe:
         fields.whole(self, "critic_steps", 0)
         fields.whole(self, "critic_warmup", 0)
         fields.number(self, "length_alpha", 0, above=True)
+        fields.flag(self, "merge")
         fields.number(self, "kl", 0)
 
     def batch(self, units: Sequence[Unit]) -> Batch | None:
         """The first `batch_size` units that carry a score and exact tokens; None until there are as many."""
-        fit = [unit for unit in units if batches.scored(unit)]
-        return batches.make(fit[: self.batch_size]) if len(fit) >= self.batch_size else None
+        fit = [unit for unit in units if batches.scored(unit)][: self.batch_size]
+        if len(fit) < self.batch_size:
+            return None
+        waited = sum(max(0.0, time.time() - unit.report.created_at) for unit in fit) / len(fit)
+        return batches.make(fit, {"queue_age": waited})
 
     def objective(self) -> Objective:
-        return Objective(__name__.rpartition(".")[0] + ".loss:SAO", batches.options(self))
+        return Objective(__name__.rpartition(".")[0] + ".loss:SAO", batches.options(self, {"merge"}))
 
     def propose(self, batch: Batch, tree: Sequence[Entry]) -> Sequence[Mutation]:
         return ()

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes.sao.loss import adaptive_lambda, advantages, dis, explained_variance
 from recipes.sao.recipe import SAORecipe
 from reef.core.errors import ConfigError
 from reef.core.load import load
 from reef.core.nouns import Record, Report, Sample, Timing, Unit
+from reef.trainers.local.losses import adaptive_lambda, dis, explained_variance, gae
 
 NEW = torch.tensor([0.5, 0.2, 0.9, 0.05])
 OLD = torch.tensor([0.4, 0.4, 0.1, 0.05])
@@ -48,7 +49,7 @@ def test_direct_importance_sampling(
     assert weight.tolist() == pytest.approx(weights, abs=1e-6)
     loss = -weight * ADVANTAGES * logprobs
     assert loss.tolist() == pytest.approx(losses, abs=1e-5)
-    assert float(loss.mean()) == pytest.approx(mean, abs=1e-6)
+    assert float(loss.detach().mean()) == pytest.approx(mean, abs=1e-6)
     assert float((weight == 0).float().mean()) == masked
     loss.sum().backward()
     assert logprobs.grad is not None
@@ -71,21 +72,22 @@ def test_the_bounds_are_strict() -> None:
 )
 def test_advantages_skip_observations(lam: float, expected: list[float]) -> None:
     values, mask = [0.2, 0.4, 9.0, 9.0, 0.5, 0.6], [1, 1, 0, 0, 1, 1]
-    found = advantages(values, mask, 1.0, lam)
+    found = gae(values, mask, 1.0, lam)
     assert found == pytest.approx(expected, abs=1e-6)
     if lam == 1.0:
         assert [a + v for a, v, m in zip(found, values, mask, strict=True) if m] == pytest.approx([1.0] * 4)
 
 
 def test_a_reward_lands_on_the_last_action_even_before_observations() -> None:
-    assert advantages([0.0, 0.0, 0.0], [1, 1, 0], 2.0, 1.0) == [2.0, 2.0, 0.0]
+    assert gae([0.0, 0.0, 0.0], [1, 1, 0], 2.0, 1.0) == [2.0, 2.0, 0.0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=12), st.floats(-2, 2), st.data())
 def test_observations_never_leak(values: list[float], reward: float, data: st.DataObject) -> None:
     mask = data.draw(st.lists(st.integers(0, 1), min_size=len(values), max_size=len(values)))
-    found = advantages(values, mask, reward, 0.9)
-    other = advantages([v if m else 77.0 for v, m in zip(values, mask, strict=True)], mask, reward, 0.9)
+    found = gae(values, mask, reward, 0.9)
+    other = gae([v if m else 77.0 for v, m in zip(values, mask, strict=True)], mask, reward, 0.9)
     assert found == other
     assert all(a == 0 for a, m in zip(found, mask, strict=True) if not m)
 
@@ -144,6 +146,21 @@ def test_zero_and_negative_scores_are_feedback() -> None:
     assert batch.metrics["score"] == -0.5
 
 
+def test_how_long_the_scores_waited() -> None:
+    units = [
+        replace(one, report=replace(one.report, created_at=time.time() - wait))
+        for one, wait in ((unit(1), 10), (unit(2), 30))
+    ]
+    batch = SAORecipe(batch_size=2).batch(units)
+    assert batch is not None
+    assert 20 <= batch.metrics["queue_age"] < 60
+
+
+def test_each_turn_is_judged_alone_unless_asked_otherwise() -> None:
+    assert SAORecipe().merge is False
+    assert "merge" not in SAORecipe(merge=True).objective().options  # it concerns the units, not the loss
+
+
 def test_nothing_that_is_not_finite_trains() -> None:
     assert SAORecipe(batch_size=1).batch([replace(unit(1), score=math.nan)]) is None
 
@@ -175,6 +192,7 @@ def test_nothing_that_is_not_finite_trains() -> None:
         ("alpha", 0),
         ("alpha", math.inf),
         ("seed", -1),
+        ("merge", "yes"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, value: Any) -> None:

@@ -107,6 +107,22 @@ def test_logprobs_and_their_gradient_are_log_softmax(tiny: Path, temperatures: l
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", [0, 2])
+def test_only_the_states_that_are_wanted(tiny: Path, share: int) -> None:
+    """Values and gradients are those of computing every state and taking these."""
+    model = Llama.load(tiny, torch.float32)
+    packed = pack([[1, 5, 6, 7], [1, 5, 9, 8, 3]], share=share)
+    wanted = torch.tensor([len(packed.ids) - 1, packed.starts[0]])
+    found = []
+    for some in (True, False):
+        lora = warm(model)
+        states = model.hidden(packed, lora, wanted) if some else model.hidden(packed, lora)[wanted]
+        states.square().sum().backward()
+        found.append([states.detach(), *(one.grad for one in lora.parameters().values())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_a_lora_that_does_not_fit_is_refused(tiny: Path) -> None:
     model = Llama.load(tiny, torch.float32)
     tensors = {name: one.detach() for name, one in warm(model).parameters().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from reef.core.wire import Datum, Step
 from reef.engines import Resolver
 from reef.engines.local.folder import ModelFolder, prepare
+from reef.trainers import folder
 from reef.trainers.local.llama import Llama, Lora
 from reef.trainers.local.rows import build
 from reef.trainers.local.step import advance
@@ -84,6 +86,49 @@ def test_four_steps_move_the_policy_the_right_way(
     good, bad = (sum(after[side::2]) - sum(before[side::2]) for side in (0, 1))
     assert good > 3.0
     assert bad < -3.0
+
+
+@pytest.mark.timeout(300)
+def test_a_demonstration_is_memorised(embedded: ModelFolder, tmp_path: Path, order: Make, base: Resolver) -> None:
+    """Fifteen steps on one chat: its answer, end of turn included, becomes what the model says."""
+    model = Llama.load(embedded.path)
+    told = [{"role": "user", "content": "What grows on Reef?"}, {"role": "assistant", "content": "Blue kelp, slowly."}]
+    chat = msgspec.structs.replace(
+        answers(embedded.path)[0], tokens=[], prompt_length=0, mask=[], logprobs=[], chat=json.dumps({"messages": told})
+    )
+    wanted = {"objective": "tests.trainers.objectives:Imitate", "data": [chat]}
+    options = {"learning_rate": 3e-3, "rank": 8, "alpha": 16.0}
+    losses: list[float] = []
+    while len(losses) < 15 and (not losses or losses[-1] > 0.05):
+        done = advance(model, tmp_path, order(len(losses) + 1, options=options, **wanted), base)
+        losses.append(done.metrics["nll"])
+    assert losses[0] > 1
+    assert losses[-1] < 0.05, losses
+
+
+@pytest.mark.timeout(600)
+def test_the_full_critic_on_the_real_model(
+    embedded: ModelFolder, tmp_path: Path, order: Make, base: Resolver, options: dict[str, object]
+) -> None:
+    """Three steps on four answers: the critic's error falls, the policy moves, and the copy is all but attention."""
+    from safetensors.torch import load_file
+
+    model = Llama.load(embedded.path)
+    data = answers(embedded.path)[:4]
+    sampled = [
+        msgspec.structs.replace(one, logprobs=logprobs)
+        for one, logprobs in zip(data, rate(model, None, data), strict=True)
+    ]
+    options |= {"learning_rate": 5e-4, "critic_learning_rate": 1e-4, "critic": "full", "rank": 8, "alpha": 16.0}
+    errors = []
+    for step in (1, 2, 3):
+        done = advance(model, tmp_path, order(step, data=sampled, options=options), base)
+        errors.append(done.metrics["critic_loss"])
+        assert done.metrics["grad_norm"] > 0
+        folder.slim(tmp_path, "demo", "weights", "one", step)  # each holds 1.3 GB
+    assert errors[2] < errors[0]
+    critic = load_file(Path(done.folder) / "modules.safetensors")
+    assert len(critic) == len([name for name in model.weights if "self_attn" not in name]) + 2
 
 
 @pytest.mark.timeout(300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,14 +72,22 @@ def test_every_recorded_token_is_there_once(layout: Layout, samples: Samples, to
         ({"reward": float("inf")}, "reward"),
     ],
 )
-def test_a_sample_that_cannot_train_is_named(
+def test_a_sample_that_cannot_train_is_left_out_and_named(
     layout: Layout, samples: Samples, change: dict[str, object], words: str
 ) -> None:
+    """Each sample is judged alone: the others go on, and only they are counted. Alone it is an error."""
     data = samples(3)
-    data[1] = msgspec.structs.replace(data[1], **change)
-    with pytest.raises(TrainError, match=words) as caught:
-        build(data, layout)
-    assert f"{1:032x}:0" in caught.value.message
+    bad = data[1] = msgspec.structs.replace(data[1], **change)
+    left_out: list[str] = []
+    batch = build(data, layout, left_out=left_out)
+    (reason,) = left_out
+    assert re.search(words, reason)
+    assert f"{1:032x}:0" in reason
+    total = batch[0].total
+    assert (total.samples, total.tokens) == (2, sum(data[0].mask) + sum(data[2].mask))
+    assert sum(len(rows.lengths) for rows in batch) == 2
+    with pytest.raises(TrainError, match=words):
+        build([bad], layout)
 
 
 def test_nothing_to_train(layout: Layout, samples: Samples) -> None:

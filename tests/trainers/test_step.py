@@ -18,6 +18,7 @@ from reef.core.wire import Datum, Step, Stepped
 from reef.engines import Resolver, WeightFiles
 from reef.trainers import folder
 from reef.trainers.local.llama import Llama, Lora
+from reef.trainers.local.objective import Outputs
 from reef.trainers.local.rows import build
 from reef.trainers.local.step import advance
 
@@ -386,6 +387,27 @@ def test_a_batch_of_one_is_well_defined(
         assert done.metrics[f"lag_{step}"] == 1
         norms.append(done.metrics["grad_norm"])
     assert any(norms) == bool(reward)  # before a first success there is nothing to learn
+
+
+def test_what_was_masked_is_told_by_lag(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, samples: Samples
+) -> None:
+    """Answers that lag by 2 were sampled far from here: all their tokens are masked, those that do not lag none."""
+    data = []
+    for number, datum in enumerate(samples(4)):
+        datum = msgspec.structs.replace(datum, mask=[1] * len(datum.mask), reward=float(number == 0))
+        (rows,) = build([datum], model.layout)
+        with torch.no_grad():
+            real = Outputs(model, model.hidden(rows.packed)[rows.predicts], rows).logprobs().tolist()
+        lag = 2 if number == 1 else 0
+        data.append(msgspec.structs.replace(datum, lag=lag, logprobs=[one - 5 * lag for one in real]))
+    for number, tokens in enumerate((1, 10_000)):
+        done = advance(model, tmp_path / str(number), order(data=data), base, micro_tokens=tokens).metrics
+        assert (done["masked_lag_0"], done["masked_lag_2"]) == (0, pytest.approx(1))
+        whole = sum(len(one.mask) for one in data)
+        assert done["pg_clipfrac"] == pytest.approx(len(data[1].mask) / whole)
+        assert done["effective_token_rate"] == pytest.approx(len(data[0].mask) / whole)  # of the rest, one was scored
+        assert done["effective_tokens"] == whole - len(data[1].mask)
 
 
 def test_a_warming_critic_leaves_the_policy(model: Llama, tmp_path: Path, order: Make, base: Resolver) -> None:

@@ -73,31 +73,34 @@ class Text:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._special = {name: _content(config[name]) for name in names if config.get(name) is not None}
 
-    def render(self, messages: Sequence[dict[str, Json]], tools: Offer | None = None) -> str:
-        """The prompt for the next assistant message, exactly as the model's own template writes it.
+    def render(self, messages: Sequence[dict[str, Json]], tools: Offer | None = None, *, generate: bool = True) -> str:
+        """The prompt for the next assistant message, exactly as the model's own template writes it; without `generate`
+        the messages alone, as they stand in a later prompt.
 
         A template that names `tools` gets them; for any other they are told in words, see `tools.tell`.
         """
         try:
             if tools is None:
                 told = [dict(message) if self._results else degrade(message) for message in messages]
-                return self._fill(self._template, told)
+                return self._fill(self._template, told, generate=generate)
             if self._calling is None:
                 # Also what the template has of its own for past calls: a model should see one form of them only.
-                return self._fill(self._template, tell(messages, tools))
+                return self._fill(self._template, tell(messages, tools), generate=generate)
             offered = list(tools.sent) if tools.open else None
             try:
-                return self._fill(self._calling, [opened(message) for message in messages], offered)
+                return self._fill(self._calling, [opened(message) for message in messages], offered, generate=generate)
             except TypeError:  # some write arguments down as the text that they are in a request
-                return self._fill(self._calling, [dict(message) for message in messages], offered)
+                return self._fill(self._calling, [dict(message) for message in messages], offered, generate=generate)
         except Exception as error:  # a template is a program of somebody else's: whatever it raises, it refuses
             raise InputError(f"the model's chat template refuses these messages: {error}", param="messages") from None
 
-    def _fill(self, template: Template, messages: list[dict[str, Json]], tools: Json = None) -> str:
+    def _fill(
+        self, template: Template, messages: list[dict[str, Json]], tools: Json = None, *, generate: bool = True
+    ) -> str:
         for message in messages:
             if message["role"] == "developer":
                 message["role"] = "system"
-        return template.render(messages=messages, tools=tools, add_generation_prompt=True, **self._special)
+        return template.render(messages=messages, tools=tools, add_generation_prompt=generate, **self._special)
 
     def encode(self, text: str) -> list[int]:
         if len(text) < LONG:

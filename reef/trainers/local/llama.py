@@ -90,32 +90,45 @@ class Lora:
     def fresh(cls, model: Llama, rank: int, alpha: float, seed: int) -> Lora:
         """A random as PEFT makes it (Kaiming uniform, a = sqrt 5), B zero: at the start the policy is the base."""
         generator = torch.Generator().manual_seed(seed)
-        pairs = {}
-        for name in model.linears():
-            out, wide = model.weights[f"{name}.weight"].shape
-            bound = 1 / math.sqrt(wide)
-            a = (torch.rand((rank, wide), generator=generator) * 2 - 1) * bound
-            pairs[name] = (a.requires_grad_(), torch.zeros((out, rank)).requires_grad_())
-        return cls(pairs, rank, alpha)
+        tensors = {}
+        for name, shape in cls.shapes(model, rank).items():
+            bound = 1 / math.sqrt(shape[1])
+            one = torch.zeros(shape) if ".lora_B." in name else (torch.rand(shape, generator=generator) * 2 - 1) * bound
+            tensors[name] = one.requires_grad_()
+        return cls.of(model, tensors, rank, alpha)
 
     @classmethod
     def load(cls, model: Llama, tensors: Mapping[str, Tensor], rank: int, alpha: float) -> Lora:
         """From the tensors of an `adapter_model.safetensors`. TrainError names the first that does not fit the base."""
-        pairs, left = {}, dict(tensors)
-        for name in model.linears():
-            out, wide = model.weights[f"{name}.weight"].shape
-            pair = []
-            for letter, shape in (("A", (rank, wide)), ("B", (out, rank))):
-                key = f"base_model.model.{name}.lora_{letter}.weight"
-                tensor = left.pop(key, None)
-                if tensor is None or tuple(tensor.shape) != shape:
-                    found = None if tensor is None else tuple(tensor.shape)
-                    raise TrainError(f"the LoRA does not fit the base: {key} is {found}, expected {shape}")
-                pair.append(tensor.float().clone().requires_grad_())
-            pairs[name] = (pair[0], pair[1])
+        found, left = {}, dict(tensors)
+        for key, shape in cls.shapes(model, rank).items():
+            tensor = left.pop(key, None)
+            if tensor is None or tuple(tensor.shape) != shape:
+                got = None if tensor is None else tuple(tensor.shape)
+                raise TrainError(f"the LoRA does not fit the base: {key} is {got}, expected {shape}")
+            found[key] = tensor.float().clone().requires_grad_()
         if left:
             raise TrainError(f"the LoRA does not fit the base: unexpected {min(left)}")
+        return cls.of(model, found, rank, alpha)
+
+    @classmethod
+    def of(cls, model: Llama, parameters: Mapping[str, Tensor], rank: int, alpha: float) -> Lora:
+        """Of these very tensors, named as `parameters` names them."""
+        key = "base_model.model.{}.lora_{}.weight"
+        pairs = {
+            name: (parameters[key.format(name, "A")], parameters[key.format(name, "B")]) for name in model.linears()
+        }
         return cls(pairs, rank, alpha)
+
+    @staticmethod
+    def shapes(model: Llama, rank: int) -> dict[str, tuple[int, int]]:
+        """By PEFT name, in a fixed order: A [rank, in] and B [out, rank] of every linear."""
+        found = {}
+        for name in model.linears():
+            out, wide = model.weights[f"{name}.weight"].shape
+            found[f"base_model.model.{name}.lora_A.weight"] = (rank, wide)
+            found[f"base_model.model.{name}.lora_B.weight"] = (out, rank)
+        return found
 
     def parameters(self) -> dict[str, Tensor]:
         """By PEFT name, in a fixed order."""
@@ -129,10 +142,17 @@ class Lora:
 class Llama:
     """The base model's weights and its forward. Nothing is mutated by a forward; `weights` may require gradients."""
 
-    def __init__(self, layout: Layout, weights: dict[str, Tensor], compute: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        weights: dict[str, Tensor],
+        compute: torch.dtype = torch.bfloat16,
+        folder: Path | None = None,
+    ) -> None:
         self.layout = layout
         self.weights = weights
         self.compute = compute
+        self.folder = folder  # where its tokenizer and chat template are
 
     @classmethod
     def load(cls, folder: Path, compute: torch.dtype = torch.bfloat16) -> Llama:
@@ -148,14 +168,15 @@ class Llama:
             weights |= {name: tensor.to(compute) for name, tensor in load_file(file).items()}
         if missing := sorted(set(layout.shapes()) - set(weights)):
             raise TrainError(f"{folder} is not a whole Llama model: {missing[0]} is missing")
-        return cls(layout, {name: weights[name] for name in layout.shapes()}, compute)
+        return cls(layout, {name: weights[name] for name in layout.shapes()}, compute, folder)
 
     def linears(self) -> list[str]:
         """Names, without `.weight`, of the linears a LoRA covers."""
         return [linear_path(layer, name) for layer in range(self.layout.layers) for name in LAYER_LINEARS]
 
-    def hidden(self, packed: Packed, lora: Lora | None = None) -> Tensor:
-        """Hidden states [N, d] in float32, after the final norm."""
+    def hidden(self, packed: Packed, lora: Lora | None = None, wanted: Tensor | None = None) -> Tensor:
+        """Hidden states [N, d] in float32, after the final norm; or only those at `wanted` [n], which spares the last
+        layer most of its work where prompts are long."""
         layout = self.layout
         x = F.embedding(packed.ids, self.weights["model.embed_tokens.weight"]).to(self.compute).float()
         cosine, sine = self._rotary(packed.positions)
@@ -169,6 +190,8 @@ class Llama:
             )
             query, key = _rotate(query.float(), cosine, sine), _rotate(key.float(), cosine, sine)
             seen = _attend(query, key, value.float(), packed, mask).reshape(-1, layout.heads * layout.head_dim)
+            if wanted is not None and layer == layout.layers - 1:  # from here on rows do not look at each other
+                seen, x = seen[wanted], x[wanted]
             x = x + self._linear(seen, f"{at}.self_attn.o_proj", lora)
             h = self._norm(x, f"{at}.post_attention_layernorm.weight").to(self.compute)
             gate = self._linear(h, f"{at}.mlp.gate_proj", lora)
@@ -182,7 +205,23 @@ class Llama:
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [n] of `targets` [n] after hidden states [n, d], each at its temperature [n]."""
-        return _chosen(hidden.to(self.compute), self._head(), targets, temperatures)
+        return self.picked(hidden, targets[:, None], temperatures)[0][:, 0]
+
+    def picked(
+        self, hidden: Tensor, ids: Tensor, temperatures: Tensor, *, top: int = 0, legal: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs of some ids after hidden states [n, d], each state at its temperature [n], over its `legal` ids
+        [n, V] only: of the given `ids` [n, k], then of the `top` likeliest. Returns them [n, k + top] in float32, and
+        the likeliest ids [n, top]."""
+        hidden, head = hidden.to(self.compute), self._head()
+        if not (torch.is_grad_enabled() and head.requires_grad):
+            found: tuple[Tensor, Tensor] = _Picked.apply(hidden, head, ids, temperatures, top, legal)  # type: ignore[no-untyped-call]
+            return found
+        logits = F.linear(hidden, head).float() / temperatures[:, None]
+        if legal is not None:
+            logits = logits.masked_fill(~legal, float("-inf"))
+        best = logits.detach().topk(top).indices
+        return logits.gather(1, torch.cat((ids, best), 1)) - logits.logsumexp(-1, keepdim=True), best
 
     def _head(self) -> Tensor:
         name = "model.embed_tokens.weight" if self.layout.tied else "lm_head.weight"
@@ -205,38 +244,41 @@ class Llama:
         return angles.cos(), angles.sin()
 
 
-class _Chosen(torch.autograd.Function):
+class _Picked(torch.autograd.Function):
     """Log-softmax, gather and the head's product in one, for a head that does not learn.
 
     Saves the logits once, in the compute type, where autograd would keep three float32 copies of [n, V].
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, ids: Tensor, temperatures: Tensor, top: int, legal: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden, head)
-        scaled = logits.float()
-        if bool((temperatures != 1).any()):
-            scaled = scaled / temperatures[:, None]
-        whole = scaled.logsumexp(-1)
-        ctx.save_for_backward(logits, head, targets, temperatures, whole)
-        return scaled.gather(1, targets[:, None])[:, 0] - whole
+        if legal is not None:
+            logits.masked_fill_(~legal, float("-inf"))
+        best = logits.topk(top).indices if top else ids[:, :0]
+        ids = torch.cat((ids, best), 1)
+        scaled = _scaled(logits, temperatures)
+        whole = scaled.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits, head, ids, temperatures, whole)
+        ctx.mark_non_differentiable(best)
+        return scaled.gather(1, ids) - whole, best
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, head, targets, temperatures, whole = ctx.saved_tensors
-        each = gradient / temperatures
-        found = logits.float() / temperatures[:, None] if bool((temperatures != 1).any()) else logits.float()
-        found.sub_(whole[:, None]).exp_().mul_(-each[:, None])
-        found.scatter_add_(1, targets[:, None], each[:, None])
-        return found.to(head.dtype) @ head, None, None, None
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        logits, head, ids, temperatures, whole = ctx.saved_tensors
+        each = gradient / temperatures[:, None]
+        found = _scaled(logits, temperatures)
+        found.sub_(whole).exp_().mul_(-each.sum(-1, keepdim=True))
+        found.scatter_add_(1, ids, each)
+        return found.to(head.dtype) @ head, None, None, None, None, None
 
 
-def _chosen(hidden: Tensor, head: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    if not head.requires_grad:
-        found: Tensor = _Chosen.apply(hidden, head, targets, temperatures)  # type: ignore[no-untyped-call]
-        return found
-    logits = F.linear(hidden, head).float() / temperatures[:, None]
-    return -F.cross_entropy(logits, targets, reduction="none")
+def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """A float32 copy of [n, V] logits, each row at its temperature."""
+    found = logits.to(torch.float32, copy=True)
+    return found.div_(temperatures[:, None]) if bool((temperatures != 1).any()) else found
 
 
 def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

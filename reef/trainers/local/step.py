@@ -4,8 +4,8 @@ Knows: where a line's weights, optimizer and modules come from, the order of an 
 Does not know: sockets, queues, what a method's loss means, whether the result will be served.
 
 - The result does not depend on how the batch is split into micro-batches.
-- Nothing is kept between steps but the base model: each step reads its parent's verified files, so a restart is no
-  special case.
+- Of a line nothing is kept between steps: each step reads its parent's verified files, so a restart is no special
+  case. What stays in memory (the base model, its tokenizer, teachers) is never trained: see `shelf`.
 - A loss or gradient that is not finite is a TrainError and nothing is written.
 - Full weights have a float32 master beside the optimizer; the part holds them rounded, as they are served. A line goes
   on from the master of the release it starts at, or, where that is gone, from what was served.
@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reef.core.disk import sha256
-from reef.core.errors import DigestError, MissingError, TrainError
+from reef.core.errors import MissingError, TrainError
 from reef.core.load import load
 from reef.core.wire import Step, Stepped
 from reef.engines import Resolver, WeightFiles
@@ -37,6 +37,7 @@ from reef.trainers.local.adam import Adam
 from reef.trainers.local.llama import Llama, Lora
 from reef.trainers.local.objective import Objective, Outputs, Rows
 from reef.trainers.local.rows import MICRO_TOKENS, build
+from reef.trainers.local.shelf import Shelf, Teacher, same_base
 
 BETAS = (0.5, 0.9)
 """Of the modules' optimizers. With few updates a step, the usual momentum leaves a critic behind the policy it judges
@@ -61,24 +62,54 @@ class Working:
     def updates(self) -> int:
         return self.policy.count
 
-    def outputs(self, rows: Rows, *, base: bool = False) -> Outputs:
-        """One forward at the positions that predict response tokens."""
-        model, lora = (self.frozen, None) if base else (self.model, self.lora)
-        return Outputs(model, model.hidden(rows.packed, lora)[rows.predicts], rows)
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return self.policy.parameters
+
+    def outputs(self, rows: Rows) -> Outputs:
+        """One forward of the working copy at the positions that predict response tokens."""
+        return forward(self.model, self.lora, rows)
+
+
+def forward(model: Llama, lora: Lora | None, rows: Rows) -> Outputs:
+    return Outputs(model, model.hidden(rows.packed, lora, rows.predicts), rows)
 
 
 class Passes:
-    """The `objective.Context` of one step."""
+    """The `objective.Context` of one step. `teacher` finds the plan's teacher when it is first asked for."""
 
-    def __init__(self, working: Working) -> None:
+    def __init__(self, working: Working, teacher: Callable[[], Teacher]) -> None:
         self.model = working.frozen
         self.modules: Mapping[str, nn.Module] = working.modules
         self.updates = working.updates
         self._working = working
+        self._teacher = teacher
 
     @torch.no_grad()
     def base(self, rows: Rows) -> Outputs:
-        return self._working.outputs(rows, base=True)
+        return forward(self.model, None, rows)
+
+    @torch.no_grad()
+    def policy(self, rows: Rows) -> Outputs:
+        return self._working.outputs(rows)
+
+    @torch.no_grad()
+    def teacher(self, rows: Rows) -> Outputs:
+        found = self._teacher()
+        return forward(found.model, found.lora, rows)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self._working.parameters.items()}
+
+    @torch.no_grad()
+    def with_parameters(self, rows: Rows, parameters: Mapping[str, Tensor]) -> Outputs:
+        working = self._working
+        if set(parameters) != set(working.parameters):
+            raise TrainError("these are not the parameters that are trained")
+        if working.lora is not None:
+            lora = Lora.of(self.model, parameters, working.lora.rank, working.lora.alpha)
+            return forward(self.model, lora, rows)
+        return forward(Llama(self.model.layout, dict(parameters), self.model.compute), None, rows)
 
     @torch.enable_grad()
     def update(self, name: str, losses: Iterable[Tensor]) -> float:
@@ -99,31 +130,43 @@ def advance(
     report: folder.Report = lambda stage, done, total: None,
     micro_tokens: int = MICRO_TOKENS,
     digest: str | None = None,
+    shelf: Shelf | None = None,
 ) -> Stepped:
     """Make the step an order asks for, or answer it from disk. `model` is the base, unchanged afterwards, and `digest`
-    the sha256 of its weights: what was made for another base is refused."""
+    the sha256 of its weights: what was made for another base is refused. `shelf` is what stays between steps."""
     if (done := folder.answered(training, order)) is not None:
         return done
     began = time.monotonic()
     report("open", 0, 1)
+    shelf = shelf or Shelf(model)
     objective: Objective = load(order.objective, what="objective")(**order.options)
     working = _open(model, training, order, resolve, objective, digest)
-    batch = build(order.data, model.layout, tokens=micro_tokens)
-    context = Passes(working)
+    left_out: list[str] = []
+    batch = build(order.data, shelf.known(), tokens=micro_tokens, left_out=left_out)
+    context = Passes(working, lambda: _teacher(shelf, objective, resolve, digest))
 
     report("prepare", 0, len(batch))
-    metrics = dict(objective.prepare(context, batch))
-    loss = 0.0
-    for done_rows, rows in enumerate(batch):
-        report("train", done_rows, len(batch))
-        share, found = objective.loss(working.outputs(rows), rows)
-        loss += _finite(share, "policy")
-        share.backward()  # type: ignore[no-untyped-call]
-        for name, value in found.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    metrics |= {"loss": loss, "grad_norm": working.policy.step("policy")}
+    metrics = {"left_out": float(len(left_out))} | dict(objective.prepare(context, batch))
+    epochs, norms = objective.plan.epochs, []
+    for epoch in range(epochs):
+        loss, shares = 0.0, dict[str, float]()
+        for done_rows, rows in enumerate(batch):
+            report("train", epoch * len(batch) + done_rows, epochs * len(batch))
+            share, found = objective.loss(working.outputs(rows), rows)
+            loss += _finite(share, "policy")
+            share.backward()  # type: ignore[no-untyped-call]
+            for name, value in found.items():
+                shares[name] = shares.get(name, 0.0) + value
+        norms.append(working.policy.step("policy"))
+        metrics |= shares | {"loss": loss, "grad_norm": max(norms)}
+        if epoch == 0 and epochs > 1:
+            metrics["loss_first"] = loss
     report("modules", 0, 1)
     metrics |= objective.aux_steps(context, batch)
+
+    for rows in batch:  # a pass holds its rows and the rows hold the pass: without this both wait for the collector
+        rows.extra.clear()
+        rows.passes.clear()
 
     report("write", 0, 1)
     kind, files = _files(working)
@@ -144,7 +187,7 @@ def _open(
         if not state.files:
             raise TrainError(f"step {order.step - 1} of line {order.line} was gone beyond already; start a new line")
         kind, files, meta = folder.part_files(place, check=False)
-        _same_base(f"step {order.step - 1} of line {order.line}", meta, digest)
+        same_base(f"step {order.step - 1} of line {order.line}", meta, digest)
         working = _working(model, objective, WeightFiles(kind, files, meta))
         _restore(working, place)
         return working
@@ -152,7 +195,7 @@ def _open(
         source = resolve(order.base_release)
     except MissingError:
         raise TrainError(f"release {order.base_release} is not in the chain; start the line from one that is") from None
-    _same_base(f"release {order.base_release}", source.meta, digest)
+    same_base(f"release {order.base_release}", source.meta, digest)
     working = _working(model, objective, source)
     if kept := _kept(training, order, source):
         _restore(working, kept)
@@ -179,15 +222,11 @@ def _kept(training: Path, order: Step, source: WeightFiles) -> Path | None:
     return found
 
 
-def _same_base(what: str, meta: Mapping[str, Any], digest: str | None) -> None:
-    """Weights hold for one base model. An unknown digest (none, or all zeros) is believed to be the right one."""
-    base = meta.get("base") or {}
-    made = str(base.get("digest") or "")
-    if digest and made.strip("0") and made != digest:
-        raise DigestError(
-            f"{what} belongs to the base model {base.get('name') or 'unknown'} ({made[:12]}), the trainer has "
-            f"{digest[:12]}; serve the model that the scenario was made with, or start a new scenario"
-        )
+def _teacher(shelf: Shelf, objective: Objective, resolve: Resolver, digest: str | None) -> Teacher:
+    name = objective.plan.teacher
+    if name is None:
+        raise TrainError("the method wants a teacher and none is named; set the recipe's `teacher`")
+    return shelf.teacher(name, resolve, digest)
 
 
 def _working(model: Llama, objective: Objective, source: WeightFiles) -> Working:
