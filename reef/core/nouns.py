@@ -113,6 +113,11 @@ class Record:
     untrainable: str | None = None  # why no choice of this record can train on policy; None: it can
     owner: str | None = None  # the process incarnation that opened it
 
+    @property
+    def caller(self) -> str:
+        """Who asked, as far as one can tell: the token's name (tag `token`) and the client program."""
+        return f"{self.tags.get('token', '')}/{self.client or ''}"
+
 
 @dataclass(frozen=True, slots=True)
 class Report:

@@ -7,6 +7,7 @@ Does not know: the event log, staleness, or which units were used.
 - A report on several answers makes units of each of them; each is judged alone.
 - A sample holds the recorded ids and log-probs, never text tokenised again; without them it is None, with the reason.
 - Only live records are experience. A zero or negative score is a score; a missing one is no signal.
+- A report that was made of the next message (see `next`) is a signal by itself; the pool makes its units.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Literal
 
 from reef.core.nouns import Choice, PartName, Record, Report, Sample, Unit
 
-Signal = Literal["score", "feedback", "demonstration", "metrics", "next"]
-Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice", "held out"]
+Signal = Literal["score", "feedback", "demonstration", "metrics", "next", "answer"]
+"""`next`: the message that follows an answer; `answer`: the answer itself, which nobody needs to report on."""
+Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice", "held out", "late", "side", "unjudged"]
 
 SIGNALS: dict[PartName, frozenset[Signal]] = {"weights": frozenset({"score"}), "harness": frozenset({"feedback"})}
 """What makes a report worth a unit, unless the recipe names its own `signals`: any one of these is enough."""
@@ -31,16 +33,20 @@ class Drop:
 
     unit: str
     report: str
-    reason: Reason
+    reason: str  # a `Reason`, or a recipe's own word (its `discard`)
 
 
 def join(seq: int, report: Report, record: Record, part: PartName, signals: Collection[Signal]) -> list[Unit | Drop]:
     """The units a report (at `seq` in the log) makes of a closed record; empty when it says nothing for this part."""
     if record.purpose != "live" or not _speaks(report, record.id, signals):
         return []
+    return make(seq, report, record, part, shown="demonstration" in signals and report.demonstration is not None)
+
+
+def make(seq: int, report: Report, record: Record, part: PartName, *, shown: bool = False) -> list[Unit | Drop]:
+    """The units of a report that is a signal. `shown`: it brings a demonstration."""
     known = {choice.index: choice for choice in record.choices}
     chosen = [report.choice] if report.choice is not None else sorted(known) or [0]
-    shown = "demonstration" in signals and report.demonstration is not None
     score = report.score_of(record.id)
     made: list[Unit | Drop] = []
     for index in chosen:
@@ -80,6 +86,7 @@ def build(record: Record, choice: Choice | None, reward: float | None) -> tuple[
             record_id=record.id,
             choice=choice.index,
             temperature=record.sampling.temperature,
+            legal=record.sampling.legal,
         ),
         None,
     )

@@ -847,3 +847,17 @@ def test_a_key_with_a_line_break_is_refused_unseen():
     with pytest.raises(ConfigError) as caught:
         UpstreamEngine("http://127.0.0.1:9/v1", key="sk-canary\nx: y")
     assert "canary" not in str(caught.value)
+
+
+async def test_the_form_of_an_answer_is_the_provider_s_to_hold(provider, engine):
+    """Fields that the embedded engine reads pass as they are, also those that it would refuse."""
+    provider.script = replies(WHOLE)
+    fields = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"uniqueItems": True}}},
+        "structured_outputs": {"grammar": "start: ", "whitespace_pattern": " ?"},
+        "guided_regex": "(",
+    }
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
+    await collect(engine, ask(body=body))
+    sent = json.loads(provider.seen[-1][1])
+    assert {name: sent[name] for name in fields} == fields

@@ -6,6 +6,7 @@ Does not know: tokens, templates or the model. Unknown fields are ignored, as th
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import orjson
 
 from reef.core.errors import InputError
 from reef.core.nouns import Json, Sampling
+from reef.engines.local.form import Form, read_form
 from reef.engines.local.tools import Offer, read_offer
 
 MAX_CHOICES = 64
@@ -33,6 +35,7 @@ class Chat:
     logprobs: bool
     top_logprobs: int
     tools: Offer | None
+    form: Form | None = None
 
 
 def parse(body: bytes) -> Chat:
@@ -50,13 +53,16 @@ def parse(body: bytes) -> Chat:
     if top and not logprobs:
         raise InputError("top_logprobs needs logprobs: true", param="top_logprobs")
     check_stream(given)
+    sampling, tools = read_sampling(given), read_offer(given)
+    form = read_form(given, tools, sampling.stop)
     return Chat(
         messages=_messages(given.get("messages")),
-        sampling=read_sampling(given),
+        sampling=sampling if form is None else dataclasses.replace(sampling, legal=form.text),
         choices=read_choices(given),
         logprobs=bool(logprobs),
         top_logprobs=top,
-        tools=read_offer(given),
+        tools=tools,
+        form=form,
     )
 
 

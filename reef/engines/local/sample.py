@@ -7,8 +7,9 @@ random numbers, so a seed gives the same tokens whoever shares the batch.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """`logprob` is natural, under the tempered distribution before any truncation (temperature 1 when greedy)."""
+    """`logprob` is natural, under the tempered distribution over the legal tokens, before any truncation (temperature 1
+    when greedy)."""
 
     token: int
     logprob: float
@@ -37,12 +39,16 @@ class Drawn:
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """One token for each row of logits [rows, vocab]."""
+def sample(logits: Tensor, draws: Sequence[Draw], legal: Mapping[int, Tensor] | None = None) -> list[Drawn]:
+    """One token for each row of logits [rows, vocab]. `legal`: by row, [vocab] bool of what may be drawn; else all."""
     values = logits.float()
     heat = [draw.temperature or 1.0 for draw in draws]
     if any(each != 1.0 for each in heat):
         values = values / torch.tensor(heat)[:, None]
+    if legal:
+        values = values.clone() if values is logits else values
+        for row, allowed in legal.items():
+            values[row].masked_fill_(~allowed, -math.inf)
     chances = torch.softmax(values, -1)
     left = chances
     cut = [row for row, draw in enumerate(draws) if draw.temperature and (draw.top_k or draw.top_p < 1)]
@@ -105,4 +111,5 @@ def truncate(chances: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def top_of(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
     values, tokens = logprobs.topk(min(count, logprobs.shape[-1]))
-    return list(zip(tokens.tolist(), values.tolist(), strict=True))
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [(token, value) for token, value in pairs if value > -math.inf]  # the others are not legal

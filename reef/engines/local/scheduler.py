@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from reef.core.errors import EngineError, ReefError
+from reef.engines.local.legal import Guide, unpack
 from reef.engines.local.lora import Lora, Resident, Source
 from reef.engines.local.model import Model, Run, Work
 from reef.engines.local.sample import Draw, Drawn, sample
@@ -82,6 +83,7 @@ class Job:
     stream: Stream | None = None
     pieces: bool = False
     start: int = 0
+    guide: Guide | None = None  # limits which tokens may be drawn
     after: Job | None = None  # wait until this one's prompt is computed, then share it
     cancelled: bool = False
     ids: list[int] = field(default_factory=list)  # prompt and answer
@@ -341,7 +343,7 @@ class Scheduler:
                 self._end(job, Scored(job.scores))
         draws = [job.draw for job in drawing if job.draw is not None]
         if draws:
-            for job, drawn in zip(drawing, sample(logits[: len(draws)], draws), strict=True):
+            for job, drawn in zip(drawing, sample(logits[: len(draws)], draws, _legal(drawing)), strict=True):
                 self._advance(job, drawn)
 
     def _runs(self, jobs: Sequence[tuple[Job, int]]) -> tuple[Run, ...]:
@@ -363,6 +365,12 @@ class Scheduler:
         stream = job.stream
         text = "" if ended or stream is None else stream.push(drawn.token)
         reason = "stop" if ended or (stream is not None and stream.stopped) else None
+        try:
+            if reason is None and job.guide is not None and job.guide.take(drawn.token):
+                reason = "stop"  # nothing can follow: the token that ends the turn is not drawn
+        except EngineError as error:
+            self._end(job, Failed(error))
+            return
         if reason is None and len(job.ids) - len(job.prompt) >= job.limit:
             reason = "length"
         if reason is not None and stream is not None:
@@ -373,6 +381,11 @@ class Scheduler:
         self._events.append((job, Sampled(drawn.token, drawn.logprob, text, drawn.top, piece)))
         if reason is not None:
             self._end(job, Ended(reason))
+        elif job.guide is not None:
+            try:
+                job.guide.look()
+            except EngineError as error:
+                self._end(job, Failed(error))
 
 
 def common(one: list[int], other: list[int]) -> int:
@@ -395,6 +408,15 @@ def _rate(logits: Tensor, targets: Sequence[int]) -> list[float]:
         rows = torch.log_softmax(logits[start : start + CHUNK].float(), -1)
         found += rows.gather(1, wanted)[:, 0].tolist()
     return found
+
+
+def _legal(jobs: Sequence[Job]) -> dict[int, Tensor]:
+    """What may be drawn, by row, for the jobs that are limited: [vocab] bool."""
+    return {
+        row: torch.from_numpy(unpack(job.guide.bits, job.guide.vocab))
+        for row, job in enumerate(jobs)
+        if job.guide is not None
+    }
 
 
 def _loras(jobs: Sequence[tuple[Job, int]]) -> tuple[tuple[Lora, slice | Tensor], ...]:

@@ -29,6 +29,7 @@ from reef.core.errors import ContextError, EngineError, InputError, LimitError
 from reef.engines import Resolver
 from reef.engines.local.chat import Chat, parse
 from reef.engines.local.layout import check, weight_files
+from reef.engines.local.legal import Grammars, Guide
 from reef.engines.local.lora import Resident, Shelf
 from reef.engines.local.model import DTYPES, Model, load_weights
 from reef.engines.local.sample import Draw
@@ -37,6 +38,7 @@ from reef.engines.local.server import Options
 from reef.engines.local.text import LONG, Stream, Text
 
 ENCODERS = 2  # long prompts that are made into tokens at once; others wait, and are not begun once their client left
+FORMS = 64  # new forms of answers that wait to be compiled; a queue of hostile ones must not be long
 COUNTED = 1 << 18  # characters of a prompt that are made into tokens only to be counted
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class Service:
         self._vocab = layout.vocab
         self._text = Text(folder)
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="tokens")
+        self._grammars = Grammars(folder, layout)
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="forms")
+        self._compiling = 0
         base = load_weights(weight_files(folder), layout, dtype)
         self._model = Model(layout, options.slots, self._context, dtype)
         self._shelf = Shelf(base, layout, dtype, resolve, loras=options.loras, full=options.full, digest=options.digest)
@@ -68,6 +73,8 @@ class Service:
     def close(self) -> None:
         self._scheduler.stop()
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     def handle(self, message: wire.Message) -> Awaitable[wire.Message] | AsyncIterator[wire.Message]:
         if isinstance(message, wire.Generate):
@@ -97,6 +104,7 @@ class Service:
         limit = self._limit(chat, len(prompt))
         if self._scheduler.waiting + chat.choices > self._options.queue:
             raise LimitError(f"{self._options.queue} answers are waiting for the engine; try again later")
+        guide = await self._guide(chat)
         resident = await self._shelf.take(message.release_id)
         jobs: list[Job] = []
         try:
@@ -119,6 +127,7 @@ class Service:
                         limit=limit,
                         stream=Stream(self._text, chat.sampling.stop),
                         pieces=chat.logprobs,
+                        guide=None if guide is None else guide.copy(),
                         after=jobs[0] if jobs else None,
                     )
                 )
@@ -137,6 +146,26 @@ class Service:
             for job in jobs:
                 self._scheduler.cancel(job)
             self._shelf.give(resident)
+
+    async def _guide(self, chat: Chat) -> Guide | None:
+        """The beginning of a limited answer, compiled beside the model's thread. InputError: its form is refused."""
+        if chat.form is None:
+            return None
+        try:
+            found = self._grammars.known(chat.form.text)
+            if found is not None:
+                return found
+            if self._compiling >= FORMS:
+                raise LimitError(f"{FORMS} new forms of answers wait to be compiled; try again later")
+            self._compiling += 1
+            try:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._compiler, self._grammars.guide, chat.form.text)
+            finally:
+                self._compiling -= 1
+        except InputError as error:
+            field = chat.form.field
+            raise InputError(f"{field} cannot be used: {error.message}", param=field) from None
 
     def _delta(self, choice: int, event: Sampled, release_id: str, chat: Chat) -> wire.Delta:
         return wire.Delta(
