@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import urlsplit
 
-from reef.cli import gate, process, reader, route
+from reef.cli import gate, parts, process, reader, route
+from reef.cli.ask import asking
 from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, provider
 from reef.cli.process import Boot
 from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
@@ -36,14 +35,18 @@ from reef.core.nouns import Serving
 from reef.core.rpc import Client
 
 if TYPE_CHECKING:
-    from reef.core.nouns import Record, Release
-    from reef.engines import Engine, Resolver, WeightFiles
+    from reef.config import ScenarioSettings
+    from reef.core.nouns import PartName, Record
+    from reef.engines import Engine
+    from reef.experience.holdout import Holdout
     from reef.loop.binding import Binding, Tools
     from reef.loop.hook import Webhook
+    from reef.recipe import Recipe
+    from reef.records import RecordStore
     from reef.records.board import Board
-    from reef.releases import NewPart
     from reef.releases.chain import GitChain
     from reef.scenario.audit import Audit, Ruling
+    from reef.scenario.story import Told
     from reef.trainers import Trainer
     from reef.trainers.folder import State
 
@@ -103,38 +106,35 @@ def hold(state: Path, scenario: str, row: Ruling) -> None:
         ledger.close()
 
 
+async def untrained(
+    state: Path, wanted: ScenarioSettings, recipes: Mapping[PartName, Recipe], store: RecordStore, stack: ExitStack,
+    *, holdout: Holdout | None, sessions: Path,
+) -> Callable[[Record], Awaitable[Told]]:  # fmt: skip
+    """Asks why a record did not train. Only read; `sessions` is a copy, in which newer records are joined."""
+    from reef.experience.sessions import Sessions
+    from reef.loop.ledger import Ledger
+    from reef.loop.untrained import Ground, Untrained
+
+    ledger = Ledger(state / "learn.db", reading=True) if (state / "learn.db").exists() else None
+    if ledger is not None:
+        stack.callback(ledger.close)
+    joined = None
+    if any(getattr(one, "merge", False) or "next" in getattr(one, "signals", ()) for one in recipes.values()):
+        joined = Sessions.open(sessions)
+        stack.callback(joined.close)
+    ground = Ground(
+        wanted.name, store, open_chain(state), ledger, state / "training", recipes,
+        wanted.gate.evaluate_every * wanted.gate.patience, holdout, joined, wanted.training.next_seconds,
+    )  # fmt: skip
+    return (await Untrained.open(ground)).why
+
+
 def furthest(state: Path) -> tuple[int, int]:
     """The last event and the last act that learn.db was done with. StoreError when it is damaged."""
     from reef.loop.ledger import Ledger
 
     with contextlib.closing(Ledger(state / "learn.db")) as ledger:
         return ledger.furthest()
-
-
-def _resolver(chain: GitChain) -> Resolver:
-    from reef.engines import WeightFiles as Found
-
-    def resolve(release_id: str) -> WeightFiles:
-        part = chain.get(release_id).parts["weights"]
-        return Found(part.kind, chain.files(release_id, "weights"), part.meta)
-
-    return resolve
-
-
-def _base(boot: Boot, settings: Settings, engine: str) -> NewPart:
-    """The weights of seq 0: a name and digest, no tensors."""
-    from reef.releases import NewPart
-
-    chosen = settings.engine(engine)
-    if boot.model is not None and chosen.kind == "local":
-        base = {"name": boot.model["name"], "digest": boot.model["digest"]}
-    elif chosen.kind == "upstream":
-        base = {"name": chosen.model or urlsplit(chosen.url or "").hostname or engine, "digest": ""}
-    else:
-        base = {"name": engine, "digest": "0" * 64}
-    meta = {"base": base, "kind": "base", "rank": 0, "alpha": 0}
-    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
-    return NewPart("base", {"weights.json": text.encode()}, meta)
 
 
 def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
@@ -181,7 +181,7 @@ def _create(
         raise EngineError(why)
     if not board.create_scenario(name, created) and left not in (None, created) and chain.head(name) is None:
         board.change_scenario(name, created)
-    return serving.ensure(name, chain, board, _base(boot, settings, bound.settings.engine), bound.label)
+    return serving.ensure(name, chain, board, parts.base(boot, settings, bound.settings.engine), bound.label)
 
 
 def make(boot: Boot, chain: GitChain, name: str) -> None:
@@ -368,6 +368,7 @@ async def _serve(boot: Boot) -> None:
             trouble_of=scenarios.trouble,
             check_scenario=lambda name, created: route.check(settings, name, created),
             audit=open_audit(state),
+            sessions=state / "sessions.db",
             spent=reader.spender(state),
             models=models(boot, settings),
             default_scenario=reef.default_scenario,
@@ -389,6 +390,7 @@ def learner(boot: Boot) -> None:
 async def _learn(boot: Boot) -> None:
     from reef.cli import prune, remote
     from reef.evaluation.book import Book
+    from reef.experience.sessions import Sessions
     from reef.loop.binding import Tools
     from reef.loop.learner import Learner
     from reef.loop.ledger import Ledger, set_aside
@@ -412,7 +414,9 @@ async def _learn(boot: Boot) -> None:
         ledger, book = Ledger(state / "learn.db"), Book.open(state / "gate.db")
         stack.callback(ledger.close)
         stack.callback(book.close)
-        tools = Tools(store, chain, board, ledger, trainer, state / "training", Journal(board), book)
+        sessions = Sessions.open(state / "sessions.db")
+        stack.callback(sessions.close)
+        tools = Tools(store, chain, board, ledger, trainer, state / "training", Journal(board), book, sessions)
 
         def binding(name: str) -> Binding:
             """A scenario's binding; kept (with what its gate has cached) until its settings change."""
@@ -461,16 +465,17 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         units = [f"{record.id}:{choice.index}" for choice in record.choices]
         return any(fate == "trained" for unit in units for _, _, fate, _, _ in tools.ledger.fate(wanted.name, unit))
 
+    base_id = parts.first(chain, wanted.name)
     means, held = gate.means(
         settings,
         wanted,
         engines,
-        base_id=_first(chain, wanted.name),
+        base_id=base_id,
         store=tools.store,
         board=tools.board,
         book=tools.book,
         trained=trained,
-        renders=lambda release: _rules(chain, release),
+        renders=lambda release: parts.rules(chain, release),
         local=boot.model["name"] if boot.model else None,
     )
     return Binding(
@@ -484,6 +489,9 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         wanted.releases.mode,
         Watching(**wanted.releases.watch.model_dump()),
         held,
+        next_seconds=wanted.training.next_seconds,
+        client_share=wanted.training.client_share,
+        ask=asking(settings, engines, wanted.engine, base_id),
         past=gate.past(wanted, means),
     )
 
@@ -514,24 +522,6 @@ def _trainer(boot: Boot, settings: Settings) -> Trainer:
     return cast("Trainer", made_of(**given))
 
 
-def _first(chain: GitChain, name: str) -> str:
-    """The id of a scenario's release number 0."""
-    before: str | None = None
-    while page := chain.history(name, limit=200, before=before):
-        before = page[-1].id
-    if before is None:
-        raise MissingError(f"no scenario {name}", param="scenario")
-    return before
-
-
-def _rules(chain: GitChain, release: Release) -> str | None:
-    from reef.harness import tree
-
-    if "harness" not in release.parts:
-        return None
-    return tree.render_rules(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))
-
-
 def engine(boot: Boot) -> None:
     """The embedded model, until SIGTERM. The only process that answers with torch."""
     from reef.engines.local.server import Options, run
@@ -542,18 +532,19 @@ def engine(boot: Boot) -> None:
     chain = open_chain(settings.reef.state_dir, settings)
     listener = socket.socket(fileno=process.fd("ENGINE"))
     given = {"model": boot.model["name"], "digest": boot.model["digest"], **chosen.options}
-    run(listener, Path(boot.model["path"]), _resolver(chain), Options(**given))
+    run(listener, Path(boot.model["path"]), parts.resolver(chain), Options(**given))
 
 
 def trainer(boot: Boot) -> None:
-    """The trainer, at the lowest priority, until SIGTERM."""
+    """The trainer, at a low priority, until SIGTERM."""
     from reef.trainers.local.server import run
 
     settings = _settings(boot)
+    process.yield_to_others(settings.training.nice)
     assert boot.model is not None
     state = settings.reef.state_dir
     listener = socket.socket(fileno=process.fd("TRAINER"))
-    resolver = _resolver(open_chain(state, settings))
+    resolver = parts.resolver(open_chain(state, settings))
     run(listener, Path(boot.model["path"]), state / "training", resolver, boot.model["digest"])
 
 

@@ -154,15 +154,22 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
                 f"{lookup(use.where)}: the recipe {use.recipe} trains weights, and those of engine {scenario.engine} "
                 "are not ours; use engine: local, or a recipe that needs no weights (recipe: record)"
             )
+        for asked in getattr(made, "engines", ()):  # the models that it asks about units
+            rules.choice(_place(use), asked, engine_names(settings), lookup, "engine", path=False)
         recipes[part], names[part] = made, use.recipe
     asides = gate.check(settings, scenario, engine_names(settings), lookup, within)
     return Bound(scenario, recipes, names, tuple(asides))
 
 
+def _place(use: Use) -> Where:
+    """Where a recipe is named in the file."""
+    return (*use.where, "recipe") if len(use.where) < 3 else use.where
+
+
 def _recipe(use: Use, floor: int, lookup: rules.Lookup) -> Recipe:
     from reef.recipe import RECIPES
 
-    where = (*use.where, "recipe") if len(use.where) < 3 else use.where
+    where = _place(use)
     rules.choice(where, use.recipe, RECIPES, lookup, "recipe")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for a recipe of the caller's own

@@ -92,9 +92,9 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="life", daemon=True).start()
 
 
-def yield_to_others() -> None:
-    """Learning waits for serving: the lowest priority, and the first to go when memory runs out."""
-    os.nice(19)
+def yield_to_others(nice: int) -> None:
+    """Learning waits for serving: a low priority, and the first to go when memory runs out."""
+    os.nice(nice)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")
 
@@ -124,8 +124,6 @@ def main() -> None:
     if role == "prepare":
         raise SystemExit(_prepare())
     die_with_parent()
-    if role == "trainer":
-        yield_to_others()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     boot = read_boot()
     from reef.cli import assemble, logs

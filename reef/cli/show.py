@@ -42,7 +42,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             parser.add_argument("--reason", default="", help="why; kept in the journal")
         if name == "records":
             parser.add_argument(
-                "--why-not-trained", action="store_true", help="only records no recipe can train on, with the reason"
+                "--why-not-trained",
+                action="store_true",
+                help="why each record did not train (with RECEIPT: one); reads the state folder",
             )
             parser.add_argument("--reports", action="store_true", help="the reports instead, newest first")
             parser.add_argument(
@@ -99,7 +101,8 @@ def _beside(name: str, item: dict[str, Any]) -> list[str]:
     for part, work in ((item.get("learner") or {}).get("parts") or {}).items():
         if dropped := work.get("dropped"):
             told = ", ".join(f"{count} {why}" for why, count in sorted(dropped.items()))
-            lines.append(f"{part}: reports that did not train: {told}")
+            lines.append(f"{part}: what did not train: {told}")
+        lines += [f"{part}: {said}" for said in _queue(work)]
     if gain := item.get("gain"):
         lines.append(f"release {item['seq']} {gain['said']}")
     if (watch := (item.get("learner") or {}).get("watch")) and watch.get("state") not in (None, "idle"):
@@ -109,6 +112,17 @@ def _beside(name: str, item: dict[str, Any]) -> list[str]:
         tokens = spent["prompt_tokens"] + spent["output_tokens"]
         lines.append(f"evaluations this month: {spent['calls']:,} calls, {tokens:,} tokens, {money}")
     return lines
+
+
+def _queue(work: dict[str, Any]) -> list[str]:
+    """How old what waits is, and what merging turns cost."""
+    said = []
+    if ages := {age: number for age, number in (work.get("ages") or {}).items() if number}:
+        lags = [f"{number} of lag {lag}" for lag, number in (work.get("lags") or {}).items()]
+        said.append("ready by age: " + ", ".join([*(f"{number} {age}" for age, number in ages.items()), *lags]))
+    if merged := work.get("merged"):
+        said.append("sessions merged: " + ", ".join(f"{number} {what}" for what, number in merged.items()))
+    return said
 
 
 def scenarios(args: argparse.Namespace) -> int:
@@ -219,6 +233,10 @@ def _from_folder(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def records(args: argparse.Namespace) -> int:
+    if args.why_not_trained and not find(args).named:
+        from reef.cli import untrained
+
+        return untrained.run(args)
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}/records"
         if args.id:

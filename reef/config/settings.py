@@ -168,6 +168,7 @@ class ReleaseSettings(Section):
 class TrainingSettings(Section):
     backend: Text = "local"  # local | fake (for tests), or package.module:Name
     trigger: Literal["auto"] = "auto"  # a batch is trained as soon as it is full
+    nice: Annotated[int, Field(ge=0, le=19)] = 19  # how far the trainer's process steps back when others want the CPU
     next_seconds: Seconds = 900.0  # a message that comes later says nothing of the answer before it
     client_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch that one client may fill while others wait
     options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments

@@ -29,6 +29,9 @@ _sha256, _same = hashlib.sha256, hmac.compare_digest
 _FREE = Quota()
 
 
+_EVERYBODY = ("operator", "anybody")
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """What one token allows. `scenarios` None: every scenario; else names and patterns (`team-*`).
@@ -42,6 +45,11 @@ class Token:
     scenarios: frozenset[str] | None = None
     quota: Quota = _FREE
     release_id: str | None = None
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """The tag by which records tell whose requests they are; none for the server's own token."""
+        return {} if self.name in _EVERYBODY else {"token": self.name}
 
     def require(self, right: str) -> None:
         if right not in self.rights:

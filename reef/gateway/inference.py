@@ -105,7 +105,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
         "rendered": rendered,
         "model_asked": body.get("model"),
         "session": session_of(call.headers, body),
-        "tags": tags_of(call.headers),
+        "tags": tags_of(call.headers) | call.token.mark,
         "client": call.headers.get("user-agent"),
     }
     exchange = Exchange(app, call, start, facts, received_at, stream, capture, begun)

@@ -7,11 +7,12 @@ Does not know: the configuration they came from. Assembly hands both in.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from reef.core.nouns import PartName, Release
 from reef.engines import Engine
@@ -19,9 +20,10 @@ from reef.evaluation import Evaluator
 from reef.evaluation.book import Book
 from reef.experience.holdout import Holdout
 from reef.experience.pool import Pool
+from reef.experience.sessions import Sessions
 from reef.experience.units import SIGNALS, Signal
 from reef.loop.ledger import Ledger
-from reef.recipe import Recipe
+from reef.recipe import Asking, Recipe
 from reef.records import RecordStore
 from reef.records.board import Board
 from reef.records.journal import Journal
@@ -54,11 +56,14 @@ class Binding:
     mode: Literal["auto", "review"] = "auto"
     watching: Watching = field(default_factory=Watching)
     holdout: Holdout | None = None  # which prompts never train; None: all may
+    next_seconds: float = 900.0  # a message that comes later says nothing of the answer before it
+    client_share: float = 1.0  # of a batch that one client may fill while others wait
+    ask: Asking | None = None  # how a recipe asks a model about a unit; None: nothing here can
     past: Evaluator | None = None  # measures earlier releases when live scores fall; None: there is no suite for it
 
     def bound(self, part: PartName) -> int | None:
         """The largest lag a sample may have; None for a part whose samples do not age."""
-        if part != "weights":
+        if part != "weights" or not getattr(self.recipes[part], "ages", True):
             return None
         own = self.recipes[part].max_staleness
         return self.evaluate_every * self.patience if own is None else own
@@ -81,6 +86,7 @@ class Tools:
     training: Path  # the folder of step folders
     journal: Journal
     book: Book | None = None  # where failures become tasks; None: nowhere
+    sessions: Sessions | None = None  # None: no recipe merges turns or learns from the next message
 
     async def head(self, scenario: str) -> Release | None:
         return await asyncio.to_thread(self.chain.head, scenario)
@@ -105,10 +111,15 @@ class Work:
     progress: tuple[str, int, int] | None = None
     timings: dict[str, float] = field(default_factory=dict)
     last: dict[str, Any] | None = None
+    rests: int = 0  # times an update found nothing to do; who saw it twice knows that all before the first was seen
     error: str | None = None
     blocked: str | None = None  # what a person must do before it learns on
     failures: int = 0
     rest_until: float = 0.0  # monotonic seconds: not before
+    lags: dict[int, int] = field(default_factory=dict)  # of the ready units, when they were last looked at
+    tries: dict[str, int] = field(default_factory=dict)  # failures of assessing a unit
+    discarded: int = 0  # units that the recipe's `discard` gave up since the last step
+    recalled: bool = False  # whether the assessments that were written down are with their units
 
     @classmethod
     def open(cls, tools: Tools, binding: Binding, part: PartName) -> Work:
@@ -116,7 +127,11 @@ class Work:
         name = binding.scenario
         cursor = tools.ledger.cursor(name, part)
         settled, signals = (lambda unit: tools.ledger.settled(name, part, unit)), binding.signals(part)
-        pool = Pool(name, part, signals, settled, cursor, binding.holdout)
+        merges, patience = bool(getattr(binding.recipes[part], "merge", False)), binding.next_seconds
+        pool = Pool(
+            name, part, signals, settled, cursor, binding.holdout,
+            sessions=tools.sessions, merges=merges, patience=patience,
+        )  # fmt: skip
         work = cls(name, part, pool, cursor, batch_size=getattr(binding.recipes[part], "batch_size", None))
         work.count(tools.ledger)
         newest = tools.ledger.metrics(name, part)
@@ -160,11 +175,27 @@ class Work:
             "looks": self.looks,
             "trained": self.trained,
             "dropped": dict(self.dropped),
+            "ages": _ages([unit.report.created_at for unit in units]),
+            "lags": {str(lag): count for lag, count in sorted(self.lags.items())},
+            "merged": dict(self.pool.merged),
             "metrics": dict(self.metrics),
             "progress": list(self.progress) if self.progress else None,
             "last": self.last,
+            "rests": self.rests,
             "error": self.error or self.blocked,
         }
+
+
+AGES: Final = (("<1m", 60.0), ("<10m", 600.0), ("<1h", 3600.0), ("<1d", 86400.0), ("older", math.inf))
+"""How long ago the reports came that make ready units: less than so many seconds."""
+
+
+def _ages(times: Sequence[float]) -> dict[str, int]:
+    now = time.time()
+    counts = dict.fromkeys((name for name, _ in AGES), 0)
+    for at in times:
+        counts[next(name for name, limit in AGES if now - at < limit)] += 1
+    return counts
 
 
 def _last(verdict: str, reason: str, release: str | None, timings: dict[str, float], step: int) -> dict[str, Any]:

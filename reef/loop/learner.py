@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ from reef.recipe import Recipe
 
 POLL = 0.25
 """Seconds between two looks at the event log of a scenario that nobody wakes."""
+TIDY = 86400.0  # seconds between two looks for places of records that are gone
 SLOW = 1.0
 """The same for what goes on beside learning."""
 
@@ -195,12 +197,14 @@ class _Seat:
         self._recipes: dict[PartName, Recipe] = {}
         self._binding: Binding | None = None  # as it last could be had
         self._vigil: Vigil | None = None
+        self._tidied = -TIDY
         self._scales = Scales(tools)
         slow = min(SLOW, 4 * poll)
         self._learning = _Round(name, self._learn, poll, self._told("learner"))
         self._watching = _Round(f"{name}: the watch", self._watch, slow, self._told("watch"))
         self._measuring = _Round(f"{name}: measuring again", self._measure, slow)
-        self._rounds = (self._learning, self._watching, self._measuring)
+        self._joining = _Round(f"{name}: sessions", self._join, slow)
+        self._rounds = (self._learning, self._watching, self._measuring, self._joining)
 
     def _told(self, what: str) -> Callable[[str, int], None]:
         return lambda said, failures: tell.trouble(self._tools, self._name, what, said, failures)
@@ -240,6 +244,15 @@ class _Seat:
 
     async def _measure(self) -> bool:
         return self._binding is not None and await self._scales.look(self._binding)
+
+    async def _join(self) -> bool:
+        """Sessions are joined for whoever looks at them, also where nothing learns from them."""
+        if (sessions := self._tools.sessions) is not None:
+            await sessions.read(self._name, self._tools.store)
+            if time.monotonic() >= self._tidied + TIDY:  # records were removed by age or on request
+                await sessions.tidy(self._name, self._tools.store)
+                self._tidied = time.monotonic()
+        return False
 
     def shown(self) -> dict[str, Any]:
         shown: dict[str, Any] = {"parts": {part: work.shown() for part, work in self._works.items()}}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from reef.core import damage
 from reef.core.database import Database
 from reef.core.errors import MissingError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Evaluation, PartName
+from reef.core.nouns import Evaluation, Json, PartName
 from reef.core.wire import Step
 from reef.experience.units import Drop
 
@@ -55,8 +55,14 @@ MIGRATIONS = (
     CREATE INDEX looks_candidate ON looks (candidate) WHERE candidate IS NOT NULL;
     CREATE INDEX looks_at ON looks (scenario, at)
     """,
+    """
+    CREATE TABLE assessments (scenario TEXT, part TEXT, unit TEXT, body TEXT NOT NULL,
+        PRIMARY KEY (scenario, part, unit)) WITHOUT ROWID
+    """,
 )
 """Each is run once, in order, under a lock. Never edit one that was released: add another."""
+
+_UNASSESS = "DELETE FROM assessments WHERE scenario=? AND part=? AND unit=?"
 
 Ruling = Literal["accept", "reject", "undecided", "hold"]
 Reader = PartName | Literal["reports", "webhook"]
@@ -101,8 +107,8 @@ def set_aside(path: Path) -> Path | None:
 class Ledger(Database):
     """Used from one thread. Readers in other processes open their own."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, MIGRATIONS)
+    def __init__(self, path: Path, *, reading: bool = False) -> None:
+        super().__init__(path, MIGRATIONS, reading=reading)
 
     # --- units --------------------------------------------------------------------------------------------------------
 
@@ -150,6 +156,27 @@ class Ledger(Database):
             scenario, unit,
         )  # fmt: skip
         return [(str(a), str(b), str(c), d, e) for a, b, c, d, e in rows]
+
+    # --- assessments --------------------------------------------------------------------------------------------------
+
+    def assessments(self, scenario: str, part: PartName) -> dict[str, Json]:
+        """What was made of each unit that is not settled yet. None: it will never train."""
+        rows = self._read("SELECT unit, body FROM assessments WHERE scenario=? AND part=?", scenario, part)
+        return {str(unit): json.loads(body) for unit, body in rows}
+
+    def assess(self, scenario: str, part: PartName, unit: str, found: Json) -> None:
+        """Keep what was made of a unit until it is settled; the first answer stays."""
+        with self._writing():
+            self._base.execute(
+                "INSERT OR IGNORE INTO assessments VALUES (?,?,?,?)", (scenario, part, unit, json.dumps(found))
+            )
+            failpoint("loop.in_assess")
+
+    def unassess(self, scenario: str, part: PartName, units: Collection[str]) -> None:
+        """Forget what was made of these units."""
+        if units:
+            with self._writing():
+                self._base.executemany(_UNASSESS, [(scenario, part, unit) for unit in units])
 
     # --- orders and steps ---------------------------------------------------------------------------------------------
 
@@ -311,6 +338,8 @@ class Ledger(Database):
             "INSERT OR IGNORE INTO fates VALUES (?,?,?,?,?,?,?,?)",
             (scenario, part, unit, report, fate, line, step, time.time()),
         )
+        if fate != "duplicate":
+            self._base.execute(_UNASSESS, (scenario, part, unit))
 
     def _step(self, scenario: str, part: str, line: str, step: int, batch: str, metrics: Mapping[str, float]) -> None:
         self._base.execute(

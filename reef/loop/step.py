@@ -25,6 +25,7 @@ from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Order
 from reef.loop.line import Line
 from reef.recipe import Recipe
+from reef.recipe.batches import spread
 from reef.trainers import folder
 
 TRAINS: Final = {"lora": "a LoRA", "full": "full weights"}
@@ -58,11 +59,17 @@ def unfit(training: Path, recipe: Recipe, head: Release, line: Line) -> str | No
 
 
 def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:
-    """The next step of a line, from this batch. It holds all that a retry needs, so that a retry is the same step."""
+    """The next step of a line, from this batch. It holds all that a retry needs, so that a retry is the same step.
+
+    A unit of several turns is named with all of them, so that each has the fate of the step."""
+    named = [(name, unit.report.id) for unit in batch.units for name in (*unit.turns, unit.id)]
     lags = [unit.lag for unit in batch.units if unit.lag is not None]
     metrics = dict(batch.metrics) | {"units": float(len(batch.units))}
     if lags:
         metrics |= {"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))}
+    scores = [unit.score for unit in batch.units if unit.score is not None]
+    if len(scores) > 1:
+        metrics["zero_signal"] = float(spread(scores) == 0)
     path, options = binding.names[line.part], {}
     samples: list[Any] = []
     if line.part == "weights":
@@ -79,14 +86,14 @@ def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:
         objective=path,
         options=options,
         batch_id=batch.id,
-        unit_ids=[unit.id for unit in batch.units],
+        unit_ids=[name for name, _ in named],
         cursor=cursor,
         data=msgspec.convert(samples, list[Datum]),
     )
     return Order(
         line.part,
         message,
-        reports=tuple(unit.report.id for unit in batch.units),
+        reports=tuple(report for _, report in named),
         metrics=metrics,
         waited=max(0.0, time.time() - max(unit.report.created_at for unit in batch.units)),
     )

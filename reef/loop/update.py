@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -23,10 +24,11 @@ from reef.core.errors import ReefError, StaleHead, StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release, Unit
 from reef.evaluation import check
+from reef.experience import fair
 from reef.experience.lag import judge
 from reef.experience.units import Drop
 from reef.harness import tree
-from reef.loop import tell
+from reef.loop import assess, tell
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Look, Order, Ruling
 from reef.loop.line import Line, find, root
@@ -57,8 +59,10 @@ async def update_once(tools: Tools, binding: Binding, works: Mapping[PartName, W
         if time.monotonic() < work.rest_until:
             continue
         try:
-            moved |= await _Update(tools, binding, work).run()
+            made = await _Update(tools, binding, work).run()
             work.well()
+            work.rests += not made
+            moved |= made
         except Exception as error:
             work.failed(error, longest=LONGEST_REST)
             known = isinstance(error, ReefError)
@@ -103,9 +107,10 @@ class _Update:
     tools: Tools
     binding: Binding
     work: Work
+    assessed: int = 0  # units that somebody was asked about
 
     async def run(self) -> bool:
-        """The whole of it. True when a step or a look was made."""
+        """The whole of it. True when a step or a look was made, or units were assessed."""
         every, ledger = self.binding.evaluate_every, self.tools.ledger
         head = await activate(self.tools, self.binding)
         if head is None:
@@ -115,7 +120,7 @@ class _Update:
         line = await self._line(head)
         asked = ledger.order(self.work.scenario, self.work.part)  # an order given before a crash or a failure
         if asked is not None:
-            await self.work.pool.read(self.tools.store)
+            await self._read()
         elif not line.held and not line.due(every):
             batch = await self._batch(head, line) if await self._fits(head, line) else None  # 1, 2
             asked = self._reserve(batch, line) if batch is not None else None
@@ -124,7 +129,7 @@ class _Update:
             head = await self.tools.head(self.work.scenario) or head
             line = await self._line(head)
         if not line.due(every):
-            return asked is not None
+            return asked is not None or self.assessed > 0
         await self._look(head, line)  # 4, 5, 6
         return True
 
@@ -136,44 +141,74 @@ class _Update:
         work.blocked = await asyncio.to_thread(unfit, tools.training, self.binding.recipes[work.part], head, line)
         if work.blocked is None:
             return True
-        await work.pool.read(tools.store)
+        await self._read()
         if work.blocked != before:
             log.warning("%s: %s", work.scenario, work.blocked)
             await asyncio.to_thread(tell.trouble, tools, work.scenario, work.part, work.blocked, tell.TROUBLE)
         return False
 
     async def _batch(self, head: Release, line: Line) -> Batch | None:
-        """The units to learn from next, as the recipe chooses them among those that are ready and fresh."""
+        """The units to learn from next, as the recipe chooses them among those that are ready, fresh and assessed, in
+        the order that is fair."""
         work, pool = self.work, self.work.pool
-        await pool.read(self.tools.store)
-        units = pool.units()
-        bound = self.binding.bound(work.part)
-        if bound is not None and units:
-            lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.age, units, bound)
-            fresh: list[Unit] = []
-            for unit in units:
-                lag = lags[unit.id]
-                if isinstance(lag, str):
-                    pool.drop([Drop(unit.id, unit.report.id, lag)])
-                else:
-                    fresh.append(_aged(unit, lag))
-            units = fresh
+        await self._read()
+        fresh = await self._discard(await self._fresh(head, line))
+        units = fair.order(fresh, self.binding.client_share, work.batch_size)
+        self._save()
+        units, away, self.assessed = await assess.assessed(self.tools, self.binding, work, units)
         self._save()
         batch = await asyncio.to_thread(self.binding.recipes[work.part].batch, units) if units else None
         if batch is None or not batch.units:
+            if away is not None:
+                raise away  # the loop rests, and the status says who is away
             return None
         if gone := await self._forgotten(batch):
+            self.tools.ledger.unassess(work.scenario, work.part, gone)
             pool.take(gone)  # erased on request since they were read: the next look chooses without them
             return None
-        return batch
+        given_up = {"discarded": float(work.discarded)} if work.discarded else {}
+        return replace(batch, metrics=dict(batch.metrics) | pool.lost(batch.units) | given_up)
+
+    async def _read(self) -> None:
+        """New events, and what was made of their units before a restart."""
+        await self.work.pool.read(self.tools.store)
+        assess.recall(self.tools, self.binding, self.work)
+
+    async def _fresh(self, head: Release, line: Line) -> list[Unit]:
+        """The ready units with their lag. Those that are too old, or of another line, are dropped."""
+        work, pool = self.work, self.work.pool
+        units, bound = pool.units(), self.binding.bound(work.part)
+        if bound is None or not units:
+            return units
+        lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.age, units, bound)
+        fresh: list[Unit] = []
+        for unit in units:
+            lag = lags[unit.id]
+            if isinstance(lag, str):
+                pool.drop([Drop(unit.id, unit.report.id, lag)])
+            else:
+                fresh.append(_aged(unit, lag))
+        work.lags = dict(Counter(unit.lag or 0 for unit in fresh))
+        return fresh
+
+    async def _discard(self, units: list[Unit]) -> list[Unit]:
+        """What the recipe says can be in no batch is dropped, with the recipe's reason."""
+        discard = getattr(self.binding.recipes[self.work.part], "discard", None)  # a recipe need not have one
+        if discard is None or not units:
+            return units
+        gone = {unit.id: str(why) for unit, why in await asyncio.to_thread(discard, units)}
+        self.work.pool.drop([Drop(unit.id, unit.report.id, gone[unit.id]) for unit in units if unit.id in gone])
+        self.work.discarded += len(gone)
+        return [unit for unit in units if unit.id not in gone]
 
     async def _forgotten(self, batch: Batch) -> list[str]:
-        """The units whose record the store no longer has."""
+        """The units of which the store no longer has a record."""
         known = getattr(self.tools.store, "known", None)  # a store need not be able to tell
         if known is None:
             return []
-        there = set(await known([unit.record.id for unit in batch.units]))
-        return [unit.id for unit in batch.units if unit.record.id not in there]
+        receipts = {unit.id: [name.partition(":")[0] for name in (*unit.turns, unit.id)] for unit in batch.units}
+        there = set(await known([receipt for names in receipts.values() for receipt in names]))
+        return [name for name, names in receipts.items() if not there.issuperset(names)]
 
     def _save(self) -> None:
         """What can never train is written down, with the reason, and how far the log was read."""
@@ -195,6 +230,7 @@ class _Update:
         cursor = self.work.pool.low(without={unit.id for unit in batch.units})
         made = order(self.binding, batch, line, cursor)
         self.tools.ledger.reserve(made)
+        self.work.discarded = 0
         failpoint("loop.after_reserve")
         return made
 

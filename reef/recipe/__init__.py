@@ -47,7 +47,11 @@ class Recipe(Protocol):
 
     - `signals: ClassVar[frozenset[Signal]]`: what makes a unit (`experience.units`). Default: score for weights,
       feedback for the harness. `next` is the message that follows an answer.
+    - `ages: bool`: whether lag matters (default true); without, samples are never stale or foreign.
+    - `engines`: names of the engines that `assess` asks; one that the configuration lacks is an error at the start.
     - `merge: bool`: one report on several turns of a session is one unit, its turns one sequence (default false).
+    - `def discard(self, units) -> Sequence[tuple[Unit, str]]`: ready units that can be in no batch, each with the
+      reason in a word or two; they are settled with it. Asked before `batch`. A reason is never `duplicate`.
     - `async def assess(self, unit, ask: Asking) -> Json`: what another model or a rule makes of a unit before it can be
       in a batch; done once for each unit, kept, and given back as `unit.assessment`. None: the unit never trains.
     """

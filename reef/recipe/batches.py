@@ -28,6 +28,12 @@ def scored(unit: Unit) -> bool:
     return unit.score is not None and math.isfinite(unit.score) and exact(unit)
 
 
+def spread(scores: Sequence[float]) -> float:
+    """How far the scores lie apart: largest less smallest, 0 for fewer than two. Where it is 0 there is no signal to
+    compare: a group without variance has no advantage, a batch without it (`zero_signal`) no direction."""
+    return max(scores) - min(scores) if len(scores) > 1 else 0.0
+
+
 def make(units: Sequence[Unit], metrics: Mapping[str, float] | None = None, part: PartName = "weights") -> Batch:
     """The batch of these units. Its id is a digest of part and unit ids, so that a retry is recognised."""
     name = json.dumps([part, *sorted(unit.id for unit in units)]).encode()

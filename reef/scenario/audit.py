@@ -5,13 +5,29 @@ Knows: the shape of it. Does not know: where it is kept (the learner's room does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Final, NoReturn, Protocol
 
 from reef.core.errors import StoreError
 from reef.core.nouns import Evaluation, PartName
+
+FATES: Final[Mapping[str, str]] = {
+    "duplicate": "an earlier report on this answer counted",
+    "stale": "the answer was too many steps old when its turn came",
+    "foreign": "the release that answered is no ancestor of what is trained now",
+    "untrainable": "the answer has no exact tokens to train on (the record says why)",
+    "choice": "the answer has no such choice",
+    "failed": "training on its batch failed again and again",
+    "held out": "its prompt is held out, to measure releases on",
+    "late": "the next message came too late to say anything of this answer",
+    "side": "it is a side call of its client (a title, a summary, a count of tokens)",
+    "unjudged": "the recipe's judge made nothing of it",
+    "no edit": "the recipe proposed no edit for its batch",
+    "refused": "the edit that its batch led to was refused",
+}
+"""Why a unit did not train, by its fate. A recipe's own reasons (`discard`) speak for themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,4 +177,19 @@ class ReportStory:
     kind: str = "report"
 
 
+OPEN, NEVER, WAITS, DONE = range(4)
+"""How much a sentence settles, where a record has several: it trained, it waits, it never will, or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Why a record did not train, or that it did. `reason`: a word or two that records have in common; `sentence`: what
+    is true of this one."""
+
+    record: str
+    reason: str
+    sentence: str
+    rank: int = NEVER
+
+
 Story = ReleaseStory | CandidateStory | RecordStory | ReportStory

@@ -19,7 +19,7 @@ from reef.core.nouns import Act, Record, Release, Report
 from reef.records import RecordStore
 from reef.records.journal import Journal
 from reef.releases import ReleaseChain
-from reef.scenario.audit import Audit, Fate, Ruling
+from reef.scenario.audit import FATES, Audit, Fate, Ruling
 from reef.scenario.learnt import Descent, Family, Node, consumers
 from reef.scenario.story import (
     Approval,
@@ -36,15 +36,7 @@ from reef.scenario.story import (
     Sources,
 )
 
-_FATES = {
-    "duplicate": "not trained: an earlier report on this answer counted",
-    "stale": "not trained: the answer was too many steps old when its turn came",
-    "foreign": "not trained: the release that answered is no ancestor of what is trained now",
-    "untrainable": "not trained: the answer has no exact tokens to train on (the record says why)",
-    "choice": "not trained: the answer has no such choice",
-    "failed": "not trained: training on its batch failed again and again",
-    "pending": "not trained yet: its turn has not come, or nothing here learns from such a report",
-}
+_PENDING = "not trained yet: its turn has not come, or nothing here learns from such a report"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +234,7 @@ class Why:
 
     def _lesson(self, descent: Descent, fate: Fate, scenario: str, audit: Audit) -> Lesson:
         if fate.fate != "trained" or fate.line is None:
-            said = _FATES.get(fate.fate, f"not trained: {fate.fate}")
+            said = f"not trained: {FATES.get(fate.fate, fate.fate)}"
             return Lesson(fate.unit, fate.part, fate.fate, said, fate.report or None, fate.line, fate.step)
         said, brief, candidate = f"trained in step {fate.step} of line {fate.line}", None, None
         place = descent.lines.get((fate.part, fate.line))
@@ -343,7 +335,7 @@ def _unsettled(
     receipt: str, report: str, unknown: Sequence[str], record: Record | None = None, choice: int = 0
 ) -> Lesson:
     """A report of which nothing is written down."""
-    fate, said = "pending", _FATES["pending"]
+    fate, said = "pending", _PENDING
     if unknown:
         fate, said = "unknown", "whether it trained is not known"
     elif record is not None and record.purpose != "live":

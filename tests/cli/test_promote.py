@@ -175,7 +175,7 @@ def test_the_status_says_what_waits_and_what_is_pinned(folder, life):
 def test_the_status_says_what_did_not_train():
     parts = {"weights": {"dropped": {"stale": 2, "held out": 1}}, "harness": {"dropped": {}}}
     assert show._beside("a", {"seq": 0, "learner": {"parts": parts}}) == [
-        "weights: reports that did not train: 1 held out, 2 stale"
+        "weights: what did not train: 1 held out, 2 stale"
     ]
 
 

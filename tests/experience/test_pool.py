@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from reef.core.nouns import Choice, Event, Record, Report, Sampling, Timing
 from reef.experience.pool import Pool
+from reef.experience.sessions import Place
 from reef.experience.units import SIGNALS, Drop
 from reef.records.sqlite import SqliteStore
 
@@ -180,3 +181,54 @@ async def test_reading_a_real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     seen.take(list(seen.ready))
     assert seen.low() == seen.cursor
     await store.close()
+
+
+class Joined:
+    """Sessions in which all records follow one another, in the order of their numbers."""
+
+    def place(self, receipt: str) -> Place:
+        return Place(receipt, "one", None, "main", 0, "", int(receipt, 16))
+
+    def path(self, receipts: list[str]) -> bool:
+        return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_any_interleaving_merges_the_same_turns(
+    history: tuple[list[tuple[str, Record | Report]], list[int], random.Random],
+) -> None:
+    log, cuts, chance = history
+    events = [Event(seq, kind, entry.id, "s") for seq, (kind, entry) in enumerate(log, 1)]  # type: ignore[arg-type]
+    grown = {n: tuple(range(1, n + 2)) for n in range(9)}  # each prompt goes on from the answer before
+    entries = [
+        replace(
+            entry,
+            prompt_ids=grown[int(entry.id, 16)],
+            choices=tuple(replace(one, output_ids=(int(entry.id, 16) + 2,)) for one in entry.choices),
+        )
+        if isinstance(entry, Record)
+        else entry
+        for _, entry in log
+    ]
+
+    def opening() -> Pool:
+        return Pool("s", "weights", SIGNALS["weights"], lambda _: None, sessions=Joined(), merges=True)  # type: ignore[arg-type]
+
+    whole, seen = opening(), opening()
+    whole.feed(events, entries)
+    for start, end in itertools.pairwise([0, *cuts, len(log)]):
+        now = chance.randint(end, len(log))
+        closed = {entry.id for kind, entry in log[:now] if kind == "closed"}
+        known = [
+            opened(entry) if isinstance(entry, Record) and entry.id not in closed else entry for entry in entries[:now]
+        ]
+        seen.feed(events[start:end], known)
+    assert seen.units() == whole.units()
+    assert sorted(map(repr, seen.dropped)) == sorted(map(repr, whole.dropped))
+    assert (seen.merged, seen.waiting, seen.low()) == (whole.merged, 0, whole.low())
+    parts = [name for unit in seen.units() for name in (unit.id, *unit.turns)]
+    assert len(parts) == len(set(parts)), "a turn is in two units"
+    again = opening()
+    again.feed(events[seen.low() :], entries)
+    assert {unit.id for unit in again.units()} >= {unit.id for unit in seen.units()}

@@ -45,6 +45,15 @@ def test_a_sample_is_exactly_what_was_recorded() -> None:
     assert (sample.tokens, sample.prompt_length) == ((1, 2, 3, 7, 8), 3)
     assert (sample.mask, sample.logprobs) == ((1, 1), (-0.1, -0.2))
     assert (sample.reward, sample.temperature, sample.record_id) == (-1.0, 0.7, RECEIPT)
+    assert sample.legal is None
+
+
+def test_a_sample_of_a_limited_answer_carries_what_limited_it() -> None:
+    limited = record(sampling=Sampling(legal='{"regex":"ab"}'))
+    sample, why = build(limited, limited.choices[0], 1.0)
+    assert why is None
+    assert sample is not None
+    assert sample.legal == '{"regex":"ab"}'
 
 
 @pytest.mark.parametrize("score", [0.0, -3.5])

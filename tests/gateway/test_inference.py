@@ -253,7 +253,7 @@ async def test_session_and_tags(gateway, client):
     headers = {"x-reef-tag-user": "u1", "x-claude-code-agent-id": "sub", "user-agent": "tester/1"}
     response = await client.post("/v1/chat/completions", json=ask(), headers=headers)
     record = await gateway.record(receipt_of(response))
-    assert record.tags == {"user": "u1", "agent-id": "sub"}
+    assert record.tags == {"user": "u1", "agent-id": "sub", "token": "owner"}
     assert record.client == "tester/1"
     assert "authorization" not in gateway.engine.asked[-1].headers
 

@@ -32,6 +32,7 @@ from reef.loop import failures, update
 from reef.loop.binding import Watching, Work
 from reef.loop.gain import Scales
 from reef.loop.watch import Vigil
+from reef.recipe import Asking
 from reef.releases import Draft, NewPart
 from reef.scenario.serving import rollback
 from reef.trainers import folder
@@ -67,9 +68,15 @@ class Doom(dict[str, int]):
 
 @dataclass(frozen=True, slots=True)
 class Lottery(Score):
-    """Chooses by lot, so that nothing but the written order makes a repeated step the same step."""
+    """Chooses by lot, so that nothing but the written order makes a repeated step the same step. Asks about each unit
+    first."""
+
+    async def assess(self, unit: Unit, ask: Asking) -> Any:
+        return {"said": await ask(None, {"messages": [unit.id]})}
 
     def batch(self, units: Sequence[Unit]) -> Batch | None:
+        if strange := [unit.id for unit in units if unit.assessment != {"said": unit.id}]:
+            raise AssertionError(f"{strange} were not assessed")
         return Score.batch(self, random.SystemRandom().sample(list(units), len(units)))
 
 
@@ -131,7 +138,7 @@ async def live(place: Path, *, back: bool) -> list[str]:
     """One life: recover, learn until nothing moves, and check. Returns what is wrong."""
     world = await World(place).open()
     world.recipes = {"weights": Lottery(), "harness": Rules()}
-    world.options = {"patience": 9}
+    world.options = {"patience": 9, "ask": echo}
     world.evaluator = Judge()  # type: ignore[assignment]
     world.tools = replace(world.tools, trainer=Survivor(world.trainer, place / "inbox.json"))
     folder.sweep(world.training)  # the trainer's part of a restart
@@ -157,6 +164,11 @@ async def live(place: Path, *, back: bool) -> list[str]:
         wrong += (place / "failures").read_text().splitlines()
     await world.close()
     return wrong
+
+
+async def echo(engine: str | None, body: Any) -> str:
+    """Whom the recipe asks."""
+    return str(body["messages"][0])
 
 
 async def spoil(world: World) -> None:
@@ -190,6 +202,8 @@ def check(world: World, *, back: bool) -> Iterator[str]:
             yield f"{part} ended with the error {work.error}"
         if world.ledger.order(NAME, part) is not None:
             yield f"{part} has an order that nobody settled"
+        if left := world.ledger.assessments(NAME, part):
+            yield f"{part} has assessments of settled units: {left}"
     steps = [state for place in states(world.folder) if (state := folder.read(place)) is not None]
     trained = Counter((state.part, unit) for state in steps for unit in state.unit_ids)
     for (part, unit), times in trained.items():

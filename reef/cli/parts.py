@@ -1,0 +1,65 @@
+"""Small pieces that processes are put together from: what a chain's files mean to an engine, a gate or a trainer.
+
+Knows: how weights are found by release, what a scenario's first release holds, what rules a release has.
+Does not know: processes, sockets, the loop; `assemble` puts everything together.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from reef.cli.process import Boot
+from reef.config import Settings
+from reef.core.errors import MissingError
+
+if TYPE_CHECKING:
+    from reef.core.nouns import Release
+    from reef.engines import Resolver, WeightFiles
+    from reef.releases import NewPart
+    from reef.releases.chain import GitChain
+
+
+def resolver(chain: GitChain) -> Resolver:
+    from reef.engines import WeightFiles as Found
+
+    def resolve(release_id: str) -> WeightFiles:
+        part = chain.get(release_id).parts["weights"]
+        return Found(part.kind, chain.files(release_id, "weights"), part.meta)
+
+    return resolve
+
+
+def base(boot: Boot, settings: Settings, engine: str) -> NewPart:
+    """The weights of seq 0: a name and digest, no tensors."""
+    from reef.releases import NewPart
+
+    chosen = settings.engine(engine)
+    if boot.model is not None and chosen.kind == "local":
+        base = {"name": boot.model["name"], "digest": boot.model["digest"]}
+    elif chosen.kind == "upstream":
+        base = {"name": chosen.model or urlsplit(chosen.url or "").hostname or engine, "digest": ""}
+    else:
+        base = {"name": engine, "digest": "0" * 64}
+    meta = {"base": base, "kind": "base", "rank": 0, "alpha": 0}
+    text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
+    return NewPart("base", {"weights.json": text.encode()}, meta)
+
+
+def first(chain: GitChain, name: str) -> str:
+    """The id of a scenario's release number 0."""
+    before: str | None = None
+    while page := chain.history(name, limit=200, before=before):
+        before = page[-1].id
+    if before is None:
+        raise MissingError(f"no scenario {name}", param="scenario")
+    return before
+
+
+def rules(chain: GitChain, release: Release) -> str | None:
+    from reef.harness import tree
+
+    if "harness" not in release.parts:
+        return None
+    return tree.render_rules(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))
