@@ -19,12 +19,13 @@ import httpx
 
 from reef.cli.api import WAYS
 from reef.cli.preferences import Preference, Prompt
-from reef.core.errors import AuthError, InputError, MissingError, ReefError, TrainError, WireError
+from reef.core.errors import InputError, TrainError, WireError
+from reef.study import door
+from reef.study.door import AWAY
 
 SMALLEST = 8  # chats a wave has at least, so that its score means something
 QUIET = 15.0  # seconds without any change after which the learner has nothing more to do
 STALLED = 900.0  # seconds without any change while it should be learning
-AWAY = 60.0  # seconds a server may be unreachable, restarting
 EXAMPLES = 3
 NEEDS = "`reef teach` needs a model of Reef's own (engine: local) and a recipe that trains it (recipe: sao)"
 
@@ -325,36 +326,10 @@ class Teacher:
 
     async def _releases(self) -> list[dict[str, Any]]:
         """The whole chain, newest first."""
-        chain: list[dict[str, Any]] = []
-        after: str | None = None
-        while True:
-            query = {"limit": "200"} | ({"after": after} if after else {})
-            page = (await self._send("GET", f"/reef/scenarios/{self._lesson.scenario}/releases", params=query)).json()
-            chain += page["releases"]
-            after = page.get("next")
-            if not after:
-                return chain
+        return await door.chain(self._client, self._lesson.scenario)
 
     async def _send(self, method: str, path: str, *, good: Sequence[int] = (), **more: Any) -> httpx.Response:
-        """One request, again while the server is away or busy. Errors are Reef's, with the server's own words."""
-        deadline = time.monotonic() + AWAY
-        pause = 0.2
-        while True:
-            try:
-                answer = await self._client.request(method, path, **more)
-            except httpx.HTTPError as error:
-                problem = f"{self._client.base_url} does not answer ({type(error).__name__})"
-            else:
-                if answer.is_success or answer.status_code in good:
-                    return answer
-                problem = f"{path} answered {answer.status_code}: {_message(answer)}"
-                problem += f"; {WAYS}" if answer.status_code == 401 else ""
-                if answer.status_code not in (408, 429, 500, 502, 503, 504):
-                    raise _ERRORS.get(answer.status_code, ReefError)(problem)
-            if time.monotonic() > deadline:
-                raise WireError(f"{problem}; see the server's logs")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 3.0)
+        return await door.send(self._client, method, path, good=good, unauthorized=WAYS, **more)
 
     def _say(self, stage: str) -> None:
         self._lesson.stage = stage
@@ -370,9 +345,6 @@ class Chat:
     release_id: str
 
 
-_ERRORS: dict[int, type[ReefError]] = {400: InputError, 401: AuthError, 403: AuthError, 404: MissingError}
-
-
 def _case(last: dict[str, Any]) -> tuple[Any, ...]:
     """What tells one look from the next. Its activation is timed later, so that does not count."""
     seconds = [(last.get("timings") or {}).get(name) for name in ("waiting", "training", "gate")]
@@ -386,10 +358,3 @@ def _pending(part: dict[str, Any]) -> int:
 def _total(part: dict[str, Any]) -> int:
     """Every unit the learner has seen: trained, dropped, or kept for a batch."""
     return int((part.get("trained") or 0) + sum((part.get("dropped") or {}).values()) + _pending(part))
-
-
-def _message(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text[:200]

@@ -14,9 +14,7 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ from reef.cli.preferences import PREFERENCES, Preference
 from reef.cli.screen import screen, tally
 from reef.core.errors import ConfigError, InputError, WireError
 from reef.core.load import load
+from reef.study import server as serving
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from reef.cli.lesson import Lesson, Measure
 
 REPORTS = 448
-START = 600.0  # seconds a server of our own may take to start; the first start converts the model
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -143,7 +141,7 @@ def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, st
         from reef.cli.lesson import NEEDS
 
         raise InputError(f"the model of the server on {found.url} is a provider's; {NEEDS}")
-    if _answers(found.url):
+    if serving.answers(found.url):
         console.print(f"server: {found.url}", highlight=False)
         yield found.url, found.token, False
         return
@@ -156,30 +154,20 @@ def server(args: argparse.Namespace, console: Console) -> Iterator[tuple[str, st
         raise ConfigError(f"the configured model is a provider's; {NEEDS}", param="reef.engine")
     with tempfile.TemporaryDirectory(prefix="reef-teach-") as name:
         folder = Path(name)
-        url = f"http://127.0.0.1:{_free_port()}"
-        with (folder / "serve.log").open("wb") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "reef", *_serve(args, url, folder / "state")],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "REEF_URL": ""},
-                start_new_session=True,  # Ctrl-C ends the lesson first, and the lesson its server
-            )
+        url = f"http://127.0.0.1:{serving.free_port()}"
+        child = serving.start(_serve(args, url, folder / "state"), folder / "serve.log")
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         try:
             console.print(f"no server runs on {found.url}; starting one on {url} …", highlight=False)
-            _await_start(child, url, folder / "serve.log")
+            serving.await_start(child, url, folder / "serve.log")
             yield url, state.read_token(folder / "state") or found.token, True
         finally:
-            from reef.cli.serve import stop_child
-
-            stop_child(child)
+            serving.stop(child)
             signal.signal(signal.SIGTERM, previous)
 
 
 def _serve(args: argparse.Namespace, url: str, folder: Path) -> list[str]:
-    given = ["serve"]
+    given: list[str] = []
     if args.config:
         given += ["-c", str(args.config)]
     if args.model:
@@ -187,15 +175,6 @@ def _serve(args: argparse.Namespace, url: str, folder: Path) -> list[str]:
     for name, value in getattr(args, "overrides", ()):
         given += [f"--{name}", value]
     return [*given, "--reef.port", url.rpartition(":")[2], "--reef.host", "127.0.0.1", "--reef.state_dir", str(folder)]
-
-
-def _await_start(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + START
-    while not _answers(url):
-        if child.poll() is not None or time.monotonic() > deadline:
-            said = log.read_text(errors="replace").strip().splitlines()[-12:]
-            raise WireError("the server did not start; it said:\n" + "\n".join(said))
-        time.sleep(0.1)
 
 
 def _fronts(url: str) -> bool:
@@ -206,21 +185,6 @@ def _fronts(url: str) -> bool:
         return str(httpx.get(f"{url}/readyz", timeout=3.0).json().get("reason", "")).startswith("provider ")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, AttributeError):
         return False
-
-
-def _answers(url: str) -> bool:
-    import httpx
-
-    try:
-        return httpx.get(f"{url}/readyz", timeout=3.0).status_code == 200
-    except (httpx.HTTPError, httpx.InvalidURL):
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Studies: a recipe is run on a real server against controls, several seeds each, and what it learnt is measured.
 
-Knows: arms, seeds, points, demands; the public HTTP contract and, for drift, the engine's socket.
+Knows: arms, seeds, points, demands; the public HTTP contract, the learner's socket to wait by, the engine's for drift.
 Does not know: any particular recipe. A study is a dotted path (`recipes.sao.study:STUDY`).
 
 One run is one arm with one seed: a server of its own in a folder of its own, so that a run that was cut short goes on
@@ -30,8 +30,9 @@ STUDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to run a study. `config` is the server's YAML as a mapping (`reef`, `gate`, …); `options` are the
-    driver's. The main arm has three seeds, a placebo one."""
+    """One way to run a study. `config` is the server's YAML as a mapping (`reef`, `gate`, …), in which the text
+    `{seed}` is the run's seed; `options` are the driver's. The first arm is the main one and has three seeds, a placebo
+    one."""
 
     name: str
     config: Mapping[str, Any]
@@ -50,13 +51,15 @@ class Demand:
 
 
 Results = Mapping[str, Mapping[int, Mapping[str, Any]]]
-"""arm -> seed -> what the drive returned (numbers; `curve`: a list of (x, y))."""
+"""arm -> seed -> what the drive returned (numbers; `curve`: a list of (x, y)), and `seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
     """`drive` runs one arm with one seed to its end and returns its figures: `base` and `end` (the main score before
-    and after), `curve` of the main score ((x, y) pairs), others; it calls `run.drift` itself where weights change.
+    and after), `curve` of the main score ((x, y) pairs), perhaps `training` (the same of what is trained on) and
+    `drift` (it calls `run.drift` itself where weights change), others. Figures are plain JSON; what was not measured is
+    None.
     """
 
     name: str
