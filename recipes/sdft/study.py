@@ -1,0 +1,86 @@
+"""Does a model teach itself what it is shown? One short sentence, distilled from the model that has read one.
+
+Knows: the arms and what must hold. Does not know: the questions (`recipes.sft.facts`), HTTP, servers.
+
+- shown: each answer gets a demonstration, which only the teacher reads. The policy learns on its own tokens.
+- other: the teacher reads a demonstration that is no short sentence: a long one about something else, cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from recipes.sft import facts
+from recipes.sft.facts import Question
+from recipes.sft.study import measure, outcome, said
+from reef.study import Arm, Demand, Results, Study
+from reef.study.run import Run
+
+BATCH, STEPS, EVERY = 16, 15, 5
+
+
+async def drive(run: Run) -> dict[str, Any]:
+    asked, held = facts.split()
+    if "base" not in run.kept:
+        base = await measure(run, held)
+        run.point(answers=0, **base)
+        run.keep(base=base, first=await run.head(), done=0, curve=[[0, base["score"]]])
+    for number in range(run.kept["done"], STEPS):
+        await show(run, number, asked)
+        words = await run.learnt()
+        count, verdict = (number + 1) * BATCH, (words.get("last") or {}).get("verdict")
+        figures: dict[str, Any] = {"divergence": (words.get("metrics") or {}).get("divergence"), "verdict": verdict}
+        kept = run.kept
+        if (number + 1) % EVERY == 0:
+            kept["end"] = await measure(run, held)
+            kept["curve"] = [*kept["curve"], [count, kept["end"]["score"]]]
+            figures |= kept["end"]
+        run.point(answers=count, **figures)
+        run.keep(**{**kept, "done": number + 1})
+    drift = await run.drift(run.kept["first"], await run.head())
+    return outcome(run.kept, drift)
+
+
+async def show(run: Run, number: int, asked: Sequence[Question]) -> None:
+    numbers = run.at("batch", number)
+    chosen = [(one, numbers.randrange(2**31)) for one in numbers.sample(list(asked), BATCH)]
+    answers = await asyncio.gather(*(run.ask(one.text, seed=seed, max_tokens=facts.LIMIT) for one, seed in chosen))
+    pairs = [
+        (answer.receipt, one.shown if run.arm.options["right"] else facts.OTHER)
+        for (one, _), answer in zip(chosen, answers, strict=True)
+    ]
+    await asyncio.gather(*(run.report(receipt, demonstration=shown) for receipt, shown in pairs))
+
+
+def demands(results: Results) -> Iterator[Demand]:
+    main, placebo = (list(results.get(name, {}).values()) for name in ("shown", "other"))
+    met = min(run["end"] for run in main) >= 0.4 if main else None
+    yield Demand(f"{BATCH * STEPS} answers: at least 0.4 of held-out answers are one short sentence", met, said(main))
+    met = all(run["subject_end"] >= 0.8 * run["subject_base"] for run in main) if main else None
+    told = ", ".join(f"{run['subject_base']:.2f} -> {run['subject_end']:.2f}" for run in main)
+    yield Demand("what was asked about is still named, at 80% of the base's rate", met, told or "not run")
+    met = all(run["end"] <= run["base"] + 0.15 for run in placebo) if placebo else None
+    yield Demand("a teacher that read something else: at most 0.15 above the base", met, said(placebo))
+
+
+def arm(name: str, note: str, **options: Any) -> Arm:
+    reef = {"recipe": "recipes.sdft.recipe:SDFTRecipe", "batch_size": BATCH, "learning_rate": 1e-3}
+    # A look every five steps: half-way between two ways of speaking answers are less about what was asked (relevance).
+    return Arm(name, {"reef": reef, "gate": {"policy": "guarded", "evaluate_every": EVERY}}, options, (0,), note)
+
+
+STUDY = Study(
+    name="sdft",
+    title="SDFT: distilled from the model that has read a demonstration",
+    score="held-out answers that are one short sentence",
+    progress="answers",
+    arms=(
+        arm("shown", "the teacher reads a short sentence about what was asked", right=True),
+        arm("other", "the teacher reads something long about nothing", right=False),
+    ),
+    drive=drive,
+    demands=lambda results: list(demands(results)),
+    folder="recipes/sdft",
+)
