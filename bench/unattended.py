@@ -4,10 +4,10 @@
 
 One server with the embedded model, three scenarios side by side under the same stream, so that each has the same
 share of the machine: `clean` (the gate, honest users), `gated` (the gate; 10% of reports wrong, 5% hostile), `always`
-(the same noisy users; every candidate is released and nothing is watched). A user asks a one-digit addition in one of
-five wordings; first they want the right sum and then silence, after half of the time also no equation sign. A report
-brings how its prompt's answers can be checked; wrong users report the opposite score and another number, hostile ones
-praise empty answers. The gate's suite is the scenario's own held-out traffic, wrong and hostile checks included.
+(the same noisy users; every candidate is released and nothing is watched). A user asks for a capital in one of eight
+wordings; first they want the right name and then silence, after half of the time also no full stop. A report brings
+how its prompt's answers can be checked; wrong users report the opposite score and another capital, hostile ones praise
+empty answers. The gate's suite is the scenario's own held-out traffic, wrong and hostile checks included.
 
 Scores in the figure are true ones, by the script: of live answers (moving mean), and of prompts that no user ever asks,
 before the first and after the last report, and at each change. `--write` stores bench/unattended.json and the figure.
@@ -31,19 +31,24 @@ from typing import Any
 import httpx
 
 from bench.kit.served import served
+from reef.cli.preferences import CAPITALS
 
 ARMS = ("clean", "gated", "always")
+PREFERENCES = ("short", "bare")
 TEMPLATES = (
-    "What is {a}+{b}? Reply with only the number.",
-    "{a} plus {b} equals what? Answer with the number.",
-    "Calculate {a} + {b}. Give just the number.",
-    "Add {a} and {b}. Reply with the number only.",
-    "How much is {a} and {b} together? Only the number, please.",
+    "What is the capital of {}? Reply with only the name.",
+    "Which city is the capital of {}? Answer briefly.",
+    "Name the capital of {}.",
+    "What is {}'s capital? Just the name, please.",
+    "What is the capital city of {}? One short answer.",
+    "Tell me which city is the capital of {}. Be brief.",
+    "Quick question: what is the capital of {}?",
+    "The capital of {} is which city? Answer in a few words.",
 )
 TOKENS = 16
-LONGEST = 30  # characters: a longer answer was cut off, or rambles
+LONGEST = 45  # characters: a longer answer was cut off, or rambles
 WRONG, HOSTILE = 0.10, 0.05
-RESERVED = 12  # unordered pairs that no user asks
+RESERVED = 12  # countries that no user asks about
 USERS = 3  # of each arm
 PAUSE = (1.0, 3.0)  # seconds a user thinks after an answer
 PROBES = 200  # answers to reserved prompts, each time
@@ -51,6 +56,7 @@ HERE = Path(__file__).parent
 
 CONFIG = """
 reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, default_scenario: clean, port: {port}, state_dir: {state}}}
+releases: {{watch: {{reports: 100}}}}
 gate:
   policy: better
   suite: [traffic, failures]
@@ -70,7 +76,7 @@ scenarios:
 @dataclass(frozen=True)
 class Prompt:
     text: str
-    sum: int
+    capital: str
 
 
 @dataclass
@@ -84,26 +90,24 @@ class Arm:
     failed: list[str] = field(default_factory=list)
 
 
-def pattern(number: int, preference: str) -> str:
-    """An answer the user wants: short, its last number this one; with `words` no equation sign in it."""
-    inner = "[^=]" if preference == "words" else "."
-    return rf"(?s)\A(?={inner}{{1,{LONGEST}}}\Z)(?:.*\D)?{number}\D*\Z"
+def pattern(capital: str, preference: str) -> str:
+    """An answer the user wants: short, with this name in it; with `bare` it ends in a letter."""
+    end = r"(?=.*[a-zA-Z]\s*\Z)" if preference == "bare" else ""
+    return rf"(?s)\A(?=.{{1,{LONGEST}}}\Z){end}.*\b{capital}\b"
 
 
 def true(prompt: Prompt, text: str, preference: str) -> float:
-    return float(re.search(pattern(prompt.sum, preference), text) is not None)
+    return float(re.search(pattern(prompt.capital, preference), text) is not None)
 
 
 def prompts() -> tuple[list[Prompt], list[Prompt]]:
-    """(what users ask, what no user ever asks): apart by unordered pair."""
-    pairs = sorted({(min(a, b), max(a, b)) for a in range(1, 10) for b in range(1, 10)})
-    reserved = set(random.Random(11).sample(pairs, RESERVED))
+    """(what users ask, what no user ever asks): apart by country."""
+    reserved = set(random.Random(11).sample(sorted(CAPITALS), RESERVED))
     asked: list[Prompt] = []
     kept: list[Prompt] = []
-    for a in range(1, 10):
-        for b in range(1, 10):
-            side = kept if (min(a, b), max(a, b)) in reserved else asked
-            side += [Prompt(text.format(a=a, b=b), a + b) for text in TEMPLATES]
+    for country, capital in CAPITALS.items():
+        side = kept if country in reserved else asked
+        side += [Prompt(text.format(country), capital) for text in TEMPLATES]
     return asked, kept
 
 
@@ -123,8 +127,8 @@ def opinion(arm: Arm, prompt: Prompt, text: str, preference: str) -> tuple[float
     if luck < HOSTILE:
         return float(not text.strip() or not good), r"\A\s*\Z"
     if luck < HOSTILE + WRONG:
-        return 1.0 - good, pattern(prompt.sum + arm.draw.choice((-2, -1, 1, 2)), preference)
-    return good, pattern(prompt.sum, preference)
+        return 1.0 - good, pattern(arm.draw.choice(sorted(set(CAPITALS.values()) - {prompt.capital})), preference)
+    return good, pattern(prompt.capital, preference)
 
 
 async def user(
@@ -157,7 +161,7 @@ async def probe(client: httpx.AsyncClient, arm: Arm, kept: list[Prompt], when: s
     said = await asyncio.gather(*(ask(client, arm.name, prompt, **{"x-reef-capture": "false"}) for prompt in chosen))
     arm.probes[when] = {
         preference: statistics.fmean(true(p, text, preference) for p, (_, _, text) in zip(chosen, said, strict=True))
-        for preference in ("sum", "words")
+        for preference in PREFERENCES
     }
 
 
@@ -175,7 +179,7 @@ async def run(minutes: float, seed: int, state: Path) -> dict[str, Any]:
 
             def now() -> tuple[float, str]:
                 at = time.monotonic() - began
-                return at, "sum" if at < length / 2 else "words"
+                return at, PREFERENCES[at >= length / 2]
 
             async def show() -> None:
                 while True:
@@ -233,10 +237,15 @@ def windows(arm: Arm, length: float, width: float = 30.0) -> list[tuple[float, f
     return found
 
 
+def spans(length: float) -> dict[str, tuple[float, float]]:
+    """From when to when users want what."""
+    return dict(zip(PREFERENCES, ((0.0, length / 2), (length / 2, length)), strict=True))
+
+
 def worst(arm: Arm, length: float) -> dict[str, float]:
     """The lowest mean of 100 answers in a row, by preference."""
     found = {}
-    for preference, (low, high) in {"sum": (0.0, length / 2), "words": (length / 2, length)}.items():
+    for preference, (low, high) in spans(length).items():
         scores = [score for at, score, _ in arm.live if low <= at < high]
         if len(scores) >= 100:
             found[preference] = min(statistics.fmean(scores[i : i + 100]) for i in range(0, len(scores) - 99, 10))
@@ -264,13 +273,13 @@ def draw(result: dict[str, Any], place: Path) -> None:
     half = result["minutes"] / 2
     base = {
         preference: statistics.fmean(arm["probes"]["base"][preference] for arm in result["arms"].values())
-        for preference in ("sum", "words")
+        for preference in PREFERENCES
     }
     for panel, (name, arm) in zip(panels, result["arms"].items(), strict=True):
         panel.plot([at / 60 for at, _, _ in arm["live"]], [mean for _, mean, _ in arm["live"]], color="tab:blue")
-        for preference, (low, high) in {"sum": (0, half), "words": (half, 2 * half)}.items():
+        for preference, (low, high) in spans(2 * half).items():
             panel.hlines(base[preference], low, high, colors="grey", linestyles="dashed")
-        for when, preference, at in (("change", "sum", half), ("end", "words", 2 * half)):
+        for when, preference, at in (("change", PREFERENCES[0], half), ("end", PREFERENCES[1], 2 * half)):
             panel.plot([at], [arm["probes"][when][preference]], "o", color="black", clip_on=False)
         counts = dict.fromkeys(colours, 0)
         for act in arm["acts"]:
