@@ -253,12 +253,15 @@ def sampled(records: Sequence[Record], limit: int) -> list[tuple[Question, str]]
 
     At most `limit`, and LIVE_BYTES together: what does not fit is passed over.
 
-    Only the messages are asked again, sampled at temperature 1 as the embedded engine serves by default.
+    Only the messages are asked again, sampled at temperature 1 as the embedded engine serves by default. What was
+    answered in a prescribed form is passed over: a free answer to it is one that nobody asks for.
     """
     found: dict[str, str] = {}
     room = LIVE_BYTES
     for record in records:
         if record.purpose != "live" or record.dialect != "chat" or record.status != "complete" or not record.choices:
+            continue
+        if record.sampling is not None and record.sampling.legal is not None:
             continue
         try:
             messages = json.loads(record.request)["messages"]

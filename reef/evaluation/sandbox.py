@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from reef.core.errors import ConfigError
+from reef.core.errors import ConfigError, ReefError
 from reef.evaluation import Score, Scorer, Task
 from reef.evaluation.scorers import Reach, digest, fenced
 
@@ -110,14 +110,31 @@ class Ran:
     failed: tuple[str, ...] = ()  # test: error
     fault: str | None = None
     trouble: str | None = None
+    output: str = ""  # what the code printed, where that was asked for: the end of it
 
 
-def run(code: str, tests: str, wanted: tuple[str, ...], limits: Mapping[str, int], seconds: float) -> Ran:
-    """Run code and tests in a sandbox of their own. Blocks for at most START + `seconds`."""
+def printed(code: str, *, seconds: float = 10.0, memory: int = 256, room: int = 16 * 1024) -> tuple[str, str | None]:
+    """(what a program printed, the last `room` characters; why it did not end well, or None). `memory` is in MiB.
+    ReefError when the sandbox cannot start: that says nothing of the program."""
+    bubblewrap()
+    limits = {"cpu": int(seconds) + 1, "memory": memory * 1024 * 1024, "file": DISK, "processes": 8}
+    ran = run(code, "", (), limits, seconds, output=room)
+    if ran.trouble is not None:
+        raise ReefError(f"the sandbox cannot start: {ran.trouble}")
+    failed = [note for note in ran.failed if note not in ("SystemExit: ", "SystemExit: 0", "SystemExit: None")]
+    return ran.output, ran.fault or (failed[0] if failed else None)
+
+
+def run(
+    code: str, tests: str, wanted: tuple[str, ...], limits: Mapping[str, int], seconds: float, *, output: int = 0
+) -> Ran:
+    """Run code and tests in a sandbox of their own. Blocks for at most START + `seconds`. `output`: how many characters
+    of what the code prints are wanted; 0: it goes nowhere."""
     root = os.geteuid() == 0
     token = secrets.token_hex(16)
     user = 200_000_000 + secrets.randbelow(2**28) if root else None  # nobody else's, so its processes are counted alone
     asked = {"code": code, "tests": tests, "names": wanted, "limits": dict(limits), "token": token, "user": user}
+    asked |= {"output": output} if output else {}
     try:
         with tempfile.TemporaryFile() as told:  # a pipe would be waited for, and a sandbox that hangs never reads
             told.write(json.dumps(asked).encode())
@@ -146,7 +163,7 @@ def _follow(child: subprocess.Popen[bytes], token: str, seconds: float) -> Ran:
     assert child.stdout is not None
     assert child.stderr is not None
     deadline, said, read = time.monotonic() + START, b"", 0
-    passed, failed, started = set(), list[str](), False
+    passed, failed, started, output = set(), list[str](), False, ""
     while True:
         ready, _, _ = select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))
         data = os.read(child.stdout.fileno(), OUTPUT) if ready else b""
@@ -163,8 +180,10 @@ def _follow(child: subprocess.Popen[bytes], token: str, seconds: float) -> Ran:
                 passed.add(name)
             elif word == "failed":
                 failed.append(f"{name}: {note}" if name else note)
+            elif word == "output":
+                output = note
             elif word == "end":
-                return Ran(frozenset(passed), tuple(failed))
+                return Ran(frozenset(passed), tuple(failed), output=output)
         if read > OUTPUT:
             return Ran(fault=f"the code wrote more than {OUTPUT} bytes of report")
     if started:

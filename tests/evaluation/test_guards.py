@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reef.core.errors import ConfigError
+from reef.core.nouns import Sampling
 from reef.evaluation import guards
 from reef.evaluation.ask import Reply
 from reef.evaluation.guards import (
@@ -188,7 +189,8 @@ def test_live_prompts_are_distinct_finished_and_few(records, monkeypatch):
     assert [json.loads(question.messages)[0]["content"][-1] for question, _ in found] == list("01234")
     assert [question.seed for question, _ in found] == [0, 1, 2, 3, 4]
     assert found[2][1].startswith("Thing number 2")
-    wrong = {"purpose": "evaluation", "dialect": "messages", "status": "open", "choices": ()}
+    formed = Sampling(legal='{"choice":["yes","no"]}')  # a free answer to such a prompt says nothing about it
+    wrong = {"purpose": "evaluation", "dialect": "messages", "status": "open", "choices": (), "sampling": formed}
     for name, value in wrong.items():
         assert sampled([replace(records[-1], **{name: value})], 5) == []
     monkeypatch.setattr(guards, "LIVE_BYTES", 150)
