@@ -15,12 +15,13 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.sft import facts
-from recipes.sft.facts import Question
-from recipes.sft.study import BATCH as SHOWN_AT_ONCE
-from recipes.sft.study import EPOCHS, SHOWN, measure, outcome, said, show
 from reef.study import Arm, Demand, Results, Study
 from reef.study.run import Run
+
+from ..sft import facts
+from ..sft.facts import Question
+from ..sft.study import BATCH as SHOWN_AT_ONCE
+from ..sft.study import EPOCHS, SHOWN, measure, outcome, said, show
 
 BATCH, STEPS, EVERY = 16, 15, 5
 TEACHER, PUPIL = "teacher", "pupil"

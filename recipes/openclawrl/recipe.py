@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from recipes.openclawrl import judge
-from recipes.openclawrl.chat import hinted, spoken
-from recipes.openclawrl.judge import Said
 from reef.core.errors import ConfigError, EngineError, ReefError, UpstreamError, WireError
 from reef.core.nouns import Batch, Json, PartName, Unit
 from reef.experience.units import Signal
 from reef.recipe import Asking, Entry, Mutation, Objective, batches, fields
+from reef.recipe.chats import hinted, spoken
+
+from . import judge
+from .judge import Said
 
 RATES = {"lora": 1e-3, "full": 1e-5}
 JUDGING = ("judge", "judge_model", "judge_temperature", "judge_tokens", "judge_seconds", "votes", "hints")

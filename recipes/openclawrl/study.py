@@ -14,10 +14,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes.openclawrl import task
-from recipes.openclawrl.task import Question
 from reef.study import Arm, Demand, Results, Study
 from reef.study.run import Run
+
+from . import task
+from .task import Question
 
 USERS = 16  # at once; so many judged turns are one step
 WAVES = 15  # 240 judged turns

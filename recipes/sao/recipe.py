@@ -6,7 +6,6 @@ trainer process loads.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,10 +56,7 @@ class SAORecipe:
     def batch(self, units: Sequence[Unit]) -> Batch | None:
         """The first `batch_size` units that carry a score and exact tokens; None until there are as many."""
         fit = [unit for unit in units if batches.scored(unit)][: self.batch_size]
-        if len(fit) < self.batch_size:
-            return None
-        waited = sum(max(0.0, time.time() - unit.report.created_at) for unit in fit) / len(fit)
-        return batches.make(fit, {"queue_age": waited})
+        return batches.make(fit) if len(fit) == self.batch_size else None
 
     def objective(self) -> Objective:
         return Objective(__name__.rpartition(".")[0] + ".loss:SAO", batches.options(self, {"merge"}))

@@ -62,7 +62,7 @@ class SDFTRecipe:
 
     def _taught(self, unit: Unit) -> Unit:
         told = self.template.replace(PLACE, chats.shown(unit.report.demonstration) or "")
-        context = json.dumps(chats.hinted(unit.record, told), ensure_ascii=False)
+        context = json.dumps(chats.hinted(chats.spoken(unit.record), told), ensure_ascii=False)
         assert unit.sample is not None  # `exact`
         return replace(unit, sample=replace(unit.sample, contexts=(context,)))
 
@@ -74,4 +74,5 @@ class SDFTRecipe:
 
 
 def _fits(unit: Unit) -> bool:
-    return batches.exact(unit) and chats.shown(unit.report.demonstration) is not None
+    shown = chats.shown(unit.report.demonstration) is not None
+    return shown and batches.exact(unit) and bool(chats.spoken(unit.record)["messages"])

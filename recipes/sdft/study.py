@@ -12,11 +12,12 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.sft import facts
-from recipes.sft.facts import Question
-from recipes.sft.study import measure, outcome, said
 from reef.study import Arm, Demand, Results, Study
 from reef.study.run import Run
+
+from ..sft import facts
+from ..sft.facts import Question
+from ..sft.study import measure, outcome, said
 
 BATCH, STEPS, EVERY = 16, 15, 5
 

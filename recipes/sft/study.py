@@ -13,10 +13,11 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.sft import facts
-from recipes.sft.facts import Question
 from reef.study import Arm, Demand, Results, Study
 from reef.study.run import Run
+
+from . import facts
+from .facts import Question
 
 SHOWN, BATCH, EPOCHS = 32, 16, 3
 SAMPLES = 2  # of each held-out question

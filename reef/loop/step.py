@@ -64,7 +64,8 @@ def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:
     A unit of several turns is named with all of them, so that each has the fate of the step."""
     named = [(name, unit.report.id) for unit in batch.units for name in (*unit.turns, unit.id)]
     lags = [unit.lag for unit in batch.units if unit.lag is not None]
-    metrics = dict(batch.metrics) | {"units": float(len(batch.units))}
+    ages = [max(0.0, time.time() - unit.report.created_at) for unit in batch.units]
+    metrics = dict(batch.metrics) | {"units": float(len(batch.units)), "queue_age": sum(ages) / len(ages)}
     if lags:
         metrics |= {"lag_mean": sum(lags) / len(lags), "lag_max": float(max(lags))}
     scores = [unit.score for unit in batch.units if unit.score is not None]
@@ -95,7 +96,7 @@ def order(binding: Binding, batch: Batch, line: Line, cursor: int) -> Order:
         message,
         reports=tuple(report for _, report in named),
         metrics=metrics,
-        waited=max(0.0, time.time() - max(unit.report.created_at for unit in batch.units)),
+        waited=min(ages),
     )
 
 

@@ -35,13 +35,12 @@ def spoken(record: Record) -> dict[str, Json]:
     return {"messages": messages} | ({"tools": tools} if isinstance(tools, list) and tools else {})
 
 
-def hinted(record: Record, hint: str) -> dict[str, Json]:
+def hinted(chat: Mapping[str, Json], hint: str) -> dict[str, Json]:
     """The chat with the hint appended to the last message of the user; where there is none, as a message of its own."""
-    chat = spoken(record)
     messages: list[dict[str, Json]] = list(chat["messages"])
     places = [place for place, message in enumerate(messages) if message.get("role") == "user"]
     if not places:
-        return chat | {"messages": [*messages, {"role": "user", "content": hint}]}
+        return {**chat, "messages": [*messages, {"role": "user", "content": hint}]}
     last = messages[places[-1]]
     content = last.get("content")
     if isinstance(content, list):
@@ -49,7 +48,7 @@ def hinted(record: Record, hint: str) -> dict[str, Json]:
     else:
         content = f"{content}\n\n{hint}" if content else hint
     messages[places[-1]] = {**last, "content": content}
-    return chat | {"messages": messages}
+    return {**chat, "messages": messages}
 
 
 def shown(demonstration: Json) -> str | None:

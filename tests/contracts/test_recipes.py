@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from recipes.feedback_rules.recipe import FeedbackRules
 from recipes.grpo.recipe import GRPORecipe
+from recipes.opd.recipe import OPDRecipe
+from recipes.openclawrl.recipe import OpenClawRecipe
 from recipes.sao.recipe import SAORecipe
+from recipes.sdft.recipe import SDFTRecipe
+from recipes.sft.recipe import SFTRecipe
+from recipes.tttd.recipe import DiscoverRecipe
 from reef import recipe as room
 from reef.cordis.compose import propose
 from reef.core.errors import ConfigError
@@ -25,16 +30,24 @@ from reef.recipe.record import RecordRecipe
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe that learns from three units, and a value that each of its fields refuses."""
+    """A recipe that learns from three units, and a value that each of its fields refuses. `grid`: only certain units
+    are a batch. `needs`: a unit without what it says, or without exact tokens, is none for it."""
 
     made: object
     refused: dict[str, object]
+    grid: bool = False
+    needs: tuple[str, ...] = ("says", "trainable")
 
 
 RECIPES = {
     "record": Case(RecordRecipe(), {}),
     "sao": Case(SAORecipe(batch_size=3), {"batch_size": 0, "learning_rate": -1.0, "critic": "none", "rank": -1}),
     "grpo": Case(GRPORecipe(groups=1, group_size=3), {"groups": 0, "group_size": 1, "preset": "ppo", "kl": -1.0}),
+    "openclawrl": Case(OpenClawRecipe(batch_size=3), {"batch_size": 0, "votes": 0, "clip": 0.0, "subset": "all"}),
+    "tttd": Case(DiscoverRecipe(), {"rank": 0, "learning_rate": 2.0}, grid=True),
+    "sft": Case(SFTRecipe(batch_size=3), {"batch_size": 0, "epochs": 0}, needs=("says",)),
+    "sdft": Case(SDFTRecipe(batch_size=3), {"batch_size": 0, "template": "?"}),
+    "opd": Case(OPDRecipe(teacher="t", batch_size=3), {"teacher": "", "top_k": -1}, needs=("trainable",)),
     "feedback_rules": Case(FeedbackRules(batch_size=3), {"batch_size": 0, "max_rules": 0, "max_length": 1}),
 }
 TREE = (Entry("house", "rules", {"text": "Be polite to everyone."}),)
@@ -50,15 +63,21 @@ def recipe(case):
     return case.made
 
 
-def unit(number, *, score=1.0, feedback=True, trainable=True):
+def unit(number, *, score=1.0, feedback=True, trainable=True, says=True):
     """A unit that every kind of recipe can learn from, unless told otherwise."""
+    score, feedback = (score, feedback) if says else (None, False)
     name = f"{number:032x}"
     asked = b'{"messages": [{"role": "user", "content": "Name a number."}]}'
     record = Record(name, "a", "r0", "live", "chat", "complete", asked, Timing(0.0))
     text = f"Please mention the number {number} once." if feedback else None
-    report = Report(f"rep_{name}", "a", (name,), 0.0, score=score, feedback=text)
+    shown = f"Number {number}." if says else None
+    cell = {"step": (number - 1) // 3, "group": 0, "rollout": (number - 1) % 3}
+    cell |= {"groups_per_step": 1, "rollouts_per_group": 3}
+    more = {"demonstration": shown, "metadata": cell if says else None}
+    report = Report(f"rep_{name}", "a", (name,), 0.0, score=score, feedback=text, **more)
     sample = Sample((1, 2, 3), 2, (1,), (-0.5,), score, name) if trainable else None
-    return Unit(f"{name}:0", record, 0, report, score, sample, seq=number)
+    judged = {"verdict": 1, "hints": [f"Say {number}."]} if says else None
+    return Unit(f"{name}:0", record, 0, report, score, sample, seq=number, assessment=judged)
 
 
 UNITS = tuple(unit(number) for number in range(1, 8))
@@ -74,11 +93,12 @@ def test_it_is_a_frozen_dataclass_of_its_settings(recipe):
     fields = dataclasses.fields(recipe)
     assert type(recipe).part in ("weights", "harness", None)
     assert "part" not in {field.name for field in fields}
-    assert recipe.max_staleness is None
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):
         recipe.max_staleness = 3
-    assert dataclasses.replace(recipe, max_staleness=18).max_staleness == 18
-    shown = {field.name: getattr(type(recipe)(), field.name) for field in fields}
+    assert recipe.max_staleness is None
+    if "max_staleness" in {field.name for field in fields}:  # a grid is of one release, whatever a file says
+        assert dataclasses.replace(recipe, max_staleness=18).max_staleness == 18
+    shown = {field.name: getattr(recipe, field.name) for field in fields}
     assert json.loads(json.dumps(shown)) == shown, "an empty YAML section is a whole recipe"
 
 
@@ -96,9 +116,10 @@ def test_too_few_units_are_no_batch(recipe):
         assert recipe.batch(UNITS[:count]) is None
 
 
-def test_units_that_say_nothing_for_its_part_are_no_batch(recipe):
+def test_units_that_say_nothing_for_its_part_are_no_batch(case):
+    recipe = case.made
     useless = {
-        "weights": [unit(n, score=None) for n in range(5)] + [unit(n, trainable=False) for n in range(5, 9)],
+        "weights": [unit(n, **{name: False}) for name in case.needs for n in range(1, 9)],
         "harness": [unit(n, feedback=False) for n in range(9)],
         None: UNITS,
     }
@@ -137,15 +158,16 @@ def test_a_choice_is_repeated_exactly(name, count, draw):
         assert second is None or second.id != first.id
 
 
-def test_a_batchs_id_names_its_units(recipe):
+def test_a_batchs_id_names_its_units(case):
+    recipe = case.made
     batch = recipe.batch(UNITS[:3])
     if batch is None:
         return
     mixed = random.Random(1).sample(UNITS[:3], 3)
     assert {one.id for one in recipe.batch(mixed).units} == {one.id for one in batch.units}
-    aged = [dataclasses.replace(one, lag=2) for one in UNITS[:3]]
+    aged = [dataclasses.replace(one, lag=0 if case.grid else 2) for one in UNITS[:3]]
     assert recipe.batch(aged).id == batch.id, "the same units later are the same batch"
-    assert recipe.batch(UNITS[1:4]).id != batch.id
+    assert recipe.batch(UNITS[3:6]).id != batch.id
 
 
 def test_a_weights_recipe_names_an_objective_that_takes_its_options(recipe):

@@ -219,6 +219,7 @@ async def test_a_batch_without_a_difference_is_counted(world: World, scores: tup
         await world.say(score=score)
     await world.settle()
     assert world.ledger.metrics(NAME, "weights")[0][2]["zero_signal"] == zero
+    assert 0 <= world.ledger.metrics(NAME, "weights")[0][2]["queue_age"] < 60
 
 
 def test_the_spread_of_scores() -> None:

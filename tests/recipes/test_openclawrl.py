@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.openclawrl import judge
-from recipes.openclawrl.chat import hinted, spoken
 from recipes.openclawrl.recipe import OpenClawRecipe, away
 from reef.core.errors import (
     ConfigError,
@@ -27,6 +26,7 @@ from reef.core.errors import (
 )
 from reef.core.load import load
 from reef.core.nouns import Choice, Json, Record, Report, Sample, Timing, Unit
+from reef.recipe.chats import hinted, spoken
 
 Ask = Callable[[str | None, Mapping[str, Json]], Awaitable[str]]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -144,16 +143,6 @@ def test_zero_and_negative_scores_are_feedback() -> None:
     batch = SAORecipe(batch_size=2).batch([unit(1, score=0.0), unit(2, score=-1.0)])
     assert batch is not None
     assert batch.metrics["score"] == -0.5
-
-
-def test_how_long_the_scores_waited() -> None:
-    units = [
-        replace(one, report=replace(one.report, created_at=time.time() - wait))
-        for one, wait in ((unit(1), 10), (unit(2), 30))
-    ]
-    batch = SAORecipe(batch_size=2).batch(units)
-    assert batch is not None
-    assert 20 <= batch.metrics["queue_age"] < 60
 
 
 def test_each_turn_is_judged_alone_unless_asked_otherwise() -> None:
