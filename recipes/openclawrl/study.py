@@ -21,7 +21,7 @@ from . import task
 from .task import Question
 
 USERS = 16  # at once; so many judged turns are one step
-WAVES = 15  # 240 judged turns
+WAVES = 10  # 160 judged turns
 EVERY = 5  # waves between two measurements
 SAMPLES = 2  # of each held-out question, always with the same seeds
 LAST = 4  # tokens of the answer to a user's last word, which nobody reads
@@ -38,28 +38,16 @@ def arm(name: str, note: str, gate: Mapping[str, Any] = GUARDED, **fields: Any) 
     return Arm(name, {"reef": reef, "gate": dict(gate)}, {"wish": "short", "easy": False} | driver, seeds, note)
 
 
-DISTILLED: dict[str, Any] = {"w_rl": 0.0, "anchor": 0.0}
+BOTH: dict[str, Any] = {"w_rl": 0.5}
 BINARY: dict[str, Any] = {"w_rl": 1.0, "w_opd": 0.0, "easy": True}
 ARMS = (
-    # Without weights for the verdict and the anchor, the words of the next message are all that can teach, so that the
-    # placebo arms show whether they do. `combined` and `verdicts` show what the verdict adds, and what it does alone.
-    arm("hint", "distillation alone: the complaint says what is wanted", **DISTILLED),
-    arm(
-        "irrelevant",
-        "the same, but the complaint asks for something else: mention the weather",
-        wish="weather",
-        **DISTILLED,
-    ),
-    arm("no-hint", "the same, but what the complaint asks for is not used", hints=0, **DISTILLED),
+    # Hint and verdict together, the hint more. The placebo arms have the same verdicts, but nothing or something else
+    # is said with them: what they reach is what verdicts teach alone in as many turns.
+    arm("hint", "the complaint says what is wanted", **BOTH),
+    arm("irrelevant", "the complaint asks for something else: mention the weather", wish="weather", **BOTH),
+    arm("no-hint", "what the complaint asks for is not used: its verdict alone", hints=0, **BOTH),
     arm("binary", "verdicts alone, and a user content with whatever ends", {"policy": "guarded"}, **BINARY),
-    arm(
-        "binary-ungated",
-        "the same where every candidate is served",
-        {"policy": "always"},
-        **BINARY,
-    ),
-    arm("combined", "the recipe as it is by default: hint and verdict"),
-    arm("verdicts", "the same, but what the complaint asks for is not used: its verdict alone", hints=0),
+    arm("binary-ungated", "the same where every candidate is served", {"policy": "always"}, **BINARY),
 )
 
 
@@ -152,7 +140,7 @@ async def measure(run: Run, release: str, held: Sequence[Question]) -> dict[str,
 
 
 def demands(results: Results) -> list[Demand]:
-    """RECIPES 15.1."""
+    """What was asked of the method, and of its controls."""
     main = results.get("hint") or {}
     ends, bases = [one["end"] for one in main.values()], [one["base"] for one in main.values()]
     seeds = len(main)
@@ -165,9 +153,9 @@ def demands(results: Results) -> list[Demand]:
         demand("the subject is named at least 0.8 times as often as by the base", told, lambda: min(told) >= 0.8),
         demand("answers have at least three words on average", words, lambda: min(words) >= task.LEAST),
     ]
-    for name in ("irrelevant", "no-hint"):
+    for name, most in (("irrelevant", 0.15), ("no-hint", 0.3)):  # a verdict alone teaches too, but more slowly
         low = [one["end"] for one in (results.get(name) or {}).values()]
-        made.append(demand(f"{name}: at most 0.15", low, lambda low=low: max(low) <= 0.15))
+        made.append(demand(f"{name}: at most {most}", low, lambda low=low, most=most: max(low) <= most))
     gated = list((results.get("binary") or {}).values())
     free = list((results.get("binary-ungated") or {}).values())
     made.append(

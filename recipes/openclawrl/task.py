@@ -53,7 +53,7 @@ def names(question: Question, text: str) -> bool:
 
 THANKS = "Thanks, that helps."
 WISHES = {
-    "short": "Too long, one very short sentence please.",
+    "short": "Too long, one short sentence please.",
     "weather": "Not what I wanted, mention the weather please.",  # a wish that has nothing to do with the score
 }
 

@@ -25,7 +25,7 @@ def test_subjects_are_chatted_about_or_measured() -> None:
     ("text", "finish", "wish", "easy", "verdict", "hint"),
     [
         ("A lake is a body of water.", "stop", "short", False, 1, ""),
-        ("A lake is a body of water that", "length", "short", False, -1, "Answer in one very short sentence."),
+        ("A lake is a body of water that", "length", "short", False, -1, "Answer in one short sentence."),
         ("", "stop", "short", False, -1, "Answer in one sentence."),
         ("Water.", "stop", "short", False, -1, "Answer in one sentence."),
         ("", "stop", "short", True, 1, ""),
@@ -49,7 +49,7 @@ def figures(end: float, **others: float) -> dict[str, float]:
 def test_the_demands() -> None:
     results: dict[str, dict[int, dict[str, float]]] = {"hint": {0: figures(0.7), 1: figures(0.55), 2: figures(0.65)}}
     assert [one.met for one in STUDY.demands(results)] == [True] * 5 + [None] * 4
-    results |= {"irrelevant": {0: figures(0.1)}, "no-hint": {0: figures(0.2)}}
+    results |= {"irrelevant": {0: figures(0.1)}, "no-hint": {0: figures(0.4)}}
     results |= {"binary": {0: figures(0.0, rejects=3.0, empty=0.1)}}
     results |= {"binary-ungated": {0: figures(0.0, empty=1.0)}}
     assert [one.met for one in STUDY.demands(results)] == [True] * 6 + [False, True, True]
@@ -116,17 +116,17 @@ class Pupil:
 async def test_a_user_only_chats() -> None:
     run = Pupil()
     found = await STUDY.drive(run)  # type: ignore[arg-type]
-    assert (found["base"], found["end"], found["accepts"], found["rejects"]) == (0.0, 1.0, 15, 0)
-    assert [x for x, _ in found["curve"]] == [0, 80, 160, 240]
+    assert (found["base"], found["end"], found["accepts"], found["rejects"]) == (0.0, 1.0, 10, 0)
+    assert [x for x, _ in found["curve"]] == [0, 80, 160]
     assert found["subject"] == found["base_subject"] == 1.0
     assert found["drift"] == {"kl": 0.1}
-    assert len(run.chats) == 240
+    assert len(run.chats) == 160
     for first, second in run.chats.values():
         assert second[:1] == first
         assert [message["role"] for message in second] == ["user", "assistant", "user"]
     asked = [first[0]["content"] for first, _ in run.chats.values()]
     chats, _ = task.split()
-    assert all(asked.count(one.text) == 2 for one in chats)  # every question, before any came again
+    assert {asked.count(one.text) for one in chats} == {1, 2}  # every question, before any came again
     said = {second[2]["content"] for _, second in run.chats.values()}
     assert said == {task.THANKS, task.WISHES["short"]}
     assert run.points[0] == {"turns": 16, "accepted": 0.0, "verdict": "accept"}
@@ -139,4 +139,4 @@ async def test_a_study_that_was_cut_short_goes_on() -> None:
         await STUDY.drive(first)  # type: ignore[arg-type]
     second = Pupil(first.kept)
     assert await STUDY.drive(second) == whole  # type: ignore[arg-type]
-    assert len(second.chats) == 8 * 16
+    assert len(second.chats) == 3 * 16
