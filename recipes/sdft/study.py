@@ -24,8 +24,8 @@ from .recipe import PLACE
 
 BATCH, STEPS, EVERY = 16, 15, 5
 TEMPLATE = "{demonstration}\nSay it in one very short sentence."
-"""The embedded model does that 0.6 of the time; with the recipe's own template 0.2 (40 answers each), and a first run with
-that one reached no more than 0.18: what the teacher cannot do it cannot teach."""
+"""The embedded model does that 0.6 of the time; with the recipe's own template 0.2 (40 answers each), and a first run
+with that one reached no more than 0.18: what the teacher cannot do it cannot teach."""
 
 
 async def drive(run: Run) -> dict[str, Any]:
