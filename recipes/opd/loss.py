@@ -4,10 +4,11 @@ Source: on-policy distillation (Agarwal et al. 2023, arXiv 2306.13649; Thinking 
 trainer process (it needs torch). Knows: the equations. Does not know: which weights the teacher is.
 
     top_k 0:  A_t = -c (log S(a_t) - log T(a_t)), detached;  L = -mean_t w_t A_t log S(a_t)
-    top_k K:  L = c mean_t w_t KL(S || T) over the policy's K likeliest tokens and the rest as one
+    top_k K:  L = c mean_t w_t sum_v sg(S_v (log S_v - log T_v)) log S_v, v the policy's K likeliest tokens and the rest
 
-w_t = min(S / q, cap), 1 with cap 0. The second has the first one's expectation (up to the rest) and none of its noise.
-Teacher and policy alike: every A and every gradient is exactly 0 for the first; for the second up to rounding.
+w_t = min(S / q, cap), 1 with cap 0. The gradient of the second is that of KL(S || T) (as sum_v S_v grad log S_v = 0):
+the first one's expectation, up to the rest, and none of its noise. Where teacher and policy are alike up to rounding
+every gradient is exactly 0, in both: an optimizer that divides by the gradient's size would make a step of mere noise.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from reef.trainers.local.llama import Llama
-from reef.trainers.local.losses import distil_advantage, kl, ratio_of, tail, tis, token_mean
+from reef.trainers.local.losses import distil_advantage, ratio_of, tail, tis, token_mean
 from reef.trainers.local.objective import Context, Outputs, Plan, Rows
+
+SAME = 1e-4  # nats: what two passes of the same weights may differ by
+
+
+def reverse(pupil: Tensor, teacher: Tensor) -> Tensor:
+    """[T], with the gradient of KL(S || T): sum_v sg(S_v (log S_v - log T_v)) log S_v.
+    Both are [T, V] log-probs of whole distributions; gradients go through the first."""
+    apart = (pupil - teacher).detach()
+    apart = torch.where(apart.abs() < SAME, torch.zeros_like(apart), apart)
+    return (pupil.detach().exp() * apart * pupil).sum(-1)
 
 
 class OPD:
@@ -52,20 +63,20 @@ class OPD:
 
     def loss(self, outputs: Outputs, rows: Rows) -> tuple[Tensor, dict[str, float]]:
         """The policy's log-probs (with gradients) and the teacher's: [T], or [T, K + 1] with `top_k`."""
-        teacher = rows.passes["teacher"]
+        teacher, mean = rows.passes["teacher"], lambda each: token_mean(each, rows.mask, rows.total)
         if self.top_k:
             top = outputs.top(self.top_k)
-            sampled, told = top.sampled, teacher.chosen(torch.cat((rows.targets[:, None], top.ids), 1))
-            each = self.scale * kl(tail(top.logprobs), tail(told[:, 1:]))
-            told = told[:, 0]
+            sampled, told = top.sampled, teacher.chosen(top.ids)
+            pupil, told = tail(top.logprobs), tail(told)
+            each = self.scale * reverse(pupil, told)
+            apart = (pupil.detach().exp() * (pupil.detach() - told)).sum(-1)
         else:
             sampled, told = outputs.logprobs(), teacher.logprobs()
-            each = -distil_advantage(sampled, told, self.scale) * sampled
-        apart = (sampled.detach() - told) * rows.mask
+            apart = (sampled - told).detach()
+            each = -distil_advantage(sampled, told, self.scale).masked_fill(apart.abs() < SAME, 0.0) * sampled
         if self.cap:
             each = each * tis(ratio_of(sampled, rows.logprobs), self.cap)
-        loss = token_mean(each, rows.mask, rows.total)
-        return loss, {"reverse_kl": float(apart.sum()) / rows.total.tokens}
+        return mean(each), {"reverse_kl": float(mean(apart))}
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:
         return {}
