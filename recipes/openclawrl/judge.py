@@ -23,6 +23,7 @@ from reef.core.nouns import Json
 SHORTEST = 10  # a hint has more characters than this
 LONGEST = 500  # what is longer is a text of its own, and would fill the teacher's prompt
 SHOWN = 6_000  # characters of each text that a judge is shown: its beginning and its end
+READ = 64_000  # characters of a judge's reply that are read: its end, where the verdict is
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ _SOURCES = {
     "user": ("the user", "A complaint, a correction or a request to do it again is bad."),
     "tool": ("a tool that the assistant called", "An error that the call caused is bad; a failure of the tool is 0."),
 }
-_BOXED = re.compile(r"\\boxed\s*\{\s*([+-]?\d+)\s*\}")
-_HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL | re.IGNORECASE)
+_BOXED = re.compile(r"\\boxed\s*\{\s*([+-]?\d{1,9})\s*\}")
+_OPENS, _CLOSES = re.compile("<hint>", re.IGNORECASE), re.compile("</hint>", re.IGNORECASE)
 _THOUGHT = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 
 
@@ -87,14 +88,23 @@ def question(before: Sequence[Json], turn: str, role: str, following: str) -> li
 
 
 def read(reply: str) -> Said:
-    """A judge's reply: the last boxed value that is a verdict, and the last hint. Thoughts do not count."""
-    reply = _THOUGHT.sub("", reply)
+    """A judge's reply: the last boxed value that is a verdict, and the last hint. Thoughts do not count.
+
+    Takes time in proportion to the reply, whatever is in it: this runs where other scenarios wait."""
+    reply = _THOUGHT.sub("", reply)[-READ:]
     found = [int(value) for value in _BOXED.findall(reply)]
     verdicts = [value for value in found if value in (-1, 0, 1)]
     if not verdicts:
         return Said(None)
-    hints = _HINT.findall(reply)
-    return Said(verdicts[-1], hints[-1].strip() if hints else "")
+    return Said(verdicts[-1], _hint(reply))
+
+
+def _hint(reply: str) -> str:
+    """What stands between the last closed pair of tags, read from the first that opens it; nothing when none is."""
+    found, at = "", 0
+    while (opened := _OPENS.search(reply, at)) and (closed := _CLOSES.search(reply, opened.end())):
+        found, at = reply[opened.end() : closed.start()], closed.end()
+    return found.strip()
 
 
 def plain(content: Json) -> str:

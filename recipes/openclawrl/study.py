@@ -39,13 +39,19 @@ def arm(name: str, note: str, gate: Mapping[str, Any] = GUARDED, **fields: Any) 
 
 
 BOTH: dict[str, Any] = {"w_rl": 0.5}
+WORDS: dict[str, Any] = {"w_rl": 0.0, "anchor": 0.0}  # what the message says is all that can teach
 BINARY: dict[str, Any] = {"w_rl": 1.0, "w_opd": 0.0, "easy": True}
 ARMS = (
-    # Hint and verdict together, the hint more. The placebo arms have the same verdicts, but nothing or something else
-    # is said with them: what they reach is what verdicts teach alone in as many turns.
-    arm("hint", "the complaint says what is wanted", **BOTH),
-    arm("irrelevant", "the complaint asks for something else: mention the weather", wish="weather", **BOTH),
-    arm("no-hint", "what the complaint asks for is not used: its verdict alone", hints=0, **BOTH),
+    arm("hint", "the verdict, and what the complaint asks for", **BOTH),
+    arm("verdict", "the verdict alone: what the complaint asks for is not used", hints=0, **BOTH),
+    arm("words", "what the complaint asks for alone, no verdict", **WORDS),
+    arm(
+        "irrelevant",
+        "the same, but the complaint asks for something else: mention the weather",
+        wish="weather",
+        **WORDS,
+    ),
+    arm("no-hint", "the same, but what the complaint asks for is not used", hints=0, **WORDS),
     arm("binary", "verdicts alone, and a user content with whatever ends", {"policy": "guarded"}, **BINARY),
     arm("binary-ungated", "the same where every candidate is served", {"policy": "always"}, **BINARY),
 )
@@ -153,9 +159,9 @@ def demands(results: Results) -> list[Demand]:
         demand("the subject is named at least 0.8 times as often as by the base", told, lambda: min(told) >= 0.8),
         demand("answers have at least three words on average", words, lambda: min(words) >= task.LEAST),
     ]
-    for name, most in (("irrelevant", 0.15), ("no-hint", 0.3)):  # a verdict alone teaches too, but more slowly
+    for name in ("irrelevant", "no-hint"):
         low = [one["end"] for one in (results.get(name) or {}).values()]
-        made.append(demand(f"{name}: at most {most}", low, lambda low=low, most=most: max(low) <= most))
+        made.append(demand(f"{name}: at most 0.15", low, lambda low=low: max(low) <= 0.15))
     gated = list((results.get("binary") or {}).values())
     free = list((results.get("binary-ungated") or {}).values())
     made.append(

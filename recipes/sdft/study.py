@@ -78,8 +78,10 @@ def demands(results: Results) -> Iterator[Demand]:
 def arm(name: str, note: str, template: str, **options: Any) -> Arm:
     recipe = {"recipe": "recipes.sdft.recipe:SDFTRecipe", "template": template}
     reef = {**recipe, "batch_size": BATCH, "learning_rate": 1e-3}
-    # A look every five steps: half-way between two ways of speaking answers are less about what was asked (relevance).
-    return Arm(name, {"reef": reef, "gate": {"policy": "guarded", "evaluate_every": EVERY}}, options, (0,), note)
+    # Half-way between two ways of speaking answers are less about what was asked: with a look at every step, or the
+    # usual limit of relevance (half of the base's own), honest steps were refused at 0.3 to 0.5 of it.
+    gate = {"policy": "guarded", "evaluate_every": EVERY, "options": {"relevance": 0.25}}
+    return Arm(name, {"reef": reef, "gate": gate}, options, (0,), note)
 
 
 STUDY = Study(

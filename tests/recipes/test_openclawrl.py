@@ -138,6 +138,31 @@ def test_a_reply_is_read(reply: str, verdict: int | None, hint: str) -> None:
     assert judge.read(reply) == judge.Said(verdict, hint)
 
 
+def test_a_huge_reply_is_read_in_one_pass() -> None:
+    """In time that grows with the square of their number these tags would take hours."""
+    tags = "<hint>" * 200_000
+    assert judge.read(tags + r"\boxed{1}") == judge.Said(1)
+    assert judge.read("</hint>" * 200_000 + r"<hint>Say less.</hint> \boxed{-1}") == judge.Said(-1, "Say less.")
+    assert judge.read(r"\boxed{0} " + "x" * judge.READ + r" \boxed{-1}") == judge.Said(-1)
+    assert judge.read(r"\boxed{0} " + "x" * judge.READ) == judge.Said(None)  # the end is what is read
+    assert judge.read(r"\boxed{ " * 200_000 + r"\boxed{1}") == judge.Said(1)
+    assert judge.read("<think>" * 200_000 + r"\boxed{1}") == judge.Said(None)
+
+
+def test_a_number_of_any_length_is_a_failed_vote() -> None:
+    assert judge.read(rf"\boxed{{{'1' * 5_000}}}") == judge.Said(None)
+    assert judge.read(rf"\boxed{{-1}} \boxed{{{'1' * 5_000}}}") == judge.Said(-1)
+
+
+@pytest.mark.parametrize("text", ["not ", "```", "> ", "please ", "a ", "too very ", " \n", "- ", "Error", ", but so "])
+def test_a_user_s_megabyte_is_judged_and_shown_in_part(text: str) -> None:
+    long = text * (1_000_000 // len(text))
+    assert judge.rules("user", long).verdict in (-1, 0, 1)
+    assert judge.rules("tool", long).verdict in (-1, 0)
+    asked = judge.question([{"role": "user", "content": [{"type": "text", "text": long}]}], long, "user", long)
+    assert len(str(asked)) < 4 * judge.SHOWN + 10_000
+
+
 def test_hints_are_distinct_short_first_and_few() -> None:
     given = ["Write one sentence only.", "Too short", "  Write one \n sentence only. ", "Be very brief.", "x" * 600]
     assert judge.kept([*given, "Use the metric system, always and everywhere."], 3) == [

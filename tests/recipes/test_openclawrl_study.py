@@ -49,7 +49,7 @@ def figures(end: float, **others: float) -> dict[str, float]:
 def test_the_demands() -> None:
     results: dict[str, dict[int, dict[str, float]]] = {"hint": {0: figures(0.7), 1: figures(0.55), 2: figures(0.65)}}
     assert [one.met for one in STUDY.demands(results)] == [True] * 5 + [None] * 4
-    results |= {"irrelevant": {0: figures(0.1)}, "no-hint": {0: figures(0.4)}}
+    results |= {"irrelevant": {0: figures(0.1)}, "no-hint": {0: figures(0.2)}}
     results |= {"binary": {0: figures(0.0, rejects=3.0, empty=0.1)}}
     results |= {"binary-ungated": {0: figures(0.0, empty=1.0)}}
     assert [one.met for one in STUDY.demands(results)] == [True] * 6 + [False, True, True]
