@@ -84,7 +84,7 @@ class Talk:
         self._messages: list[dict[str, str]] = list(self._start)
         self._max_tokens = max_tokens
         self._receipt: str | None = None
-        self._scored: str | None = None  # the receipt of the answer that has a score from this talk
+        self._told: dict[str, list[str]] = {}  # what this talk said of each answer already
         self._release: str | None = None
 
     def hear(self, line: str) -> bool:
@@ -161,11 +161,29 @@ class Talk:
         if self._receipt is None:
             raise InputError("there is no answer to report on yet; say something first")
         answer = self._api.post("/reef/report", {**body, "references": [self._receipt]})
-        again = "score" in body and self._scored == self._receipt
-        rest = "; this answer had a score already, and only the first one trains: this report is kept" if again else ""
+        (kind,), before = body, self._told.setdefault(self._receipt, [])
+        rest = "; it was known already" if answer.get("duplicate") else self._unheard(kind, before)
         print(f"reported as {word} ({answer['agent_record_id']}){rest}", flush=True)
-        if "score" in body:
-            self._scored = self._receipt
+        before.append(kind)
+
+    def _unheard(self, kind: str, before: list[str]) -> str:
+        """Why this report will train nothing, as far as can be told; empty when it may. `before`: what was said of the
+        same answer."""
+        try:
+            shown = self._api.get("/reef/status")["scenarios"].get(self._api.found.scenario) or {}
+        except ReefError:  # the token may not look
+            shown = {}
+        parts = (shown.get("learner") or {}).get("parts") or {}
+        known = {part: work["signals"] for part, work in parts.items() if "signals" in work}
+        if shown.get("recipe") == "record" and not parts:
+            return "; this scenario only keeps records, so nothing learns from it: it is kept"
+        if known and len(known) == len(parts) and not any(kind in signals for signals in known.values()):
+            told = ", ".join(f"{part} from {' or '.join(signals)}" for part, signals in known.items())
+            return f"; no recipe of this scenario learns from a {kind} ({told}): it is kept"
+        heard = [signals for signals in known.values() if kind in signals] or [[kind]]
+        if all(set(before) & set(signals) for signals in heard):
+            return "; this answer had a report already, and only the first one trains: this one is kept"
+        return ""
 
     def _fix(self, text: str) -> None:
         if not text:

@@ -3,7 +3,7 @@
 Knows: where a state folder keeps what tells, and how it is shown. Does not know: reasons (`loop.untrained`).
 
 It reads the state folder, beside a server or without one, and writes nothing to it: sessions are brought up to date in
-a copy.
+a copy. Only where there is no such folder, or `--url` names a server, is that asked; it says that it tells less.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import asyncio
 import contextlib
 import re
 import sqlite3
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from reef.cli import filters, gate, options, reader, show
-from reef.cli.api import Found, find
+from reef.cli.api import Found, connect, find
 from reef.core.errors import MissingError
 from reef.core.nouns import Record
+from reef.scenario.story import Told
 
 if TYPE_CHECKING:
     from reef.records import Query
     from reef.records.sqlite import SqliteStore
-    from reef.scenario.story import Told
 
 PAGE, MOST = 200, 1000
 """A table is of the newest MOST records (or as many as --limit says, if that is more)."""
@@ -36,6 +38,11 @@ _RECEIPT = re.compile(r"(?:rep_)?[0-9a-f]{32}")
 
 def run(args: argparse.Namespace) -> int:
     place = find(args)
+    given = getattr(args, "url", None)
+    if given or (place.named and not (place.state_dir / "records.db").exists()):
+        return _served(args)
+    if place.named:
+        print(f"reef: read from {place.state_dir}, not from {place.url}", file=sys.stderr)
     if args.id:
         told = asyncio.run(_one(place, args))
         if args.json:
@@ -53,6 +60,38 @@ def run(args: argparse.Namespace) -> int:
     table = [[name, len(all_), all_[0].record, all_[0].sentence] for name, all_ in rows]
     show.table(["reason", "records", "for example", "because"], table)
     print(f"of the newest {show.count(len(found), 'record')}; `reef records --why-not-trained RECEIPT` asks about one")
+    return 0
+
+
+def _served(args: argparse.Namespace) -> int:
+    """What a server can tell of its records: what none of its recipes can train on, and what was written down."""
+    said = "reef: a server tells less than its state folder; run this there, or with --reef.state_dir, for every reason"
+    print(said, file=sys.stderr)
+    with connect(args) as api:
+        if args.id:
+            record = show.one(api, args)
+            name = record["agent_record_id"]
+            lessons = api.get(f"/reef/why/{quote(name, safe='')}")["lessons"]
+            told = [_shown(Told(name, item["fate"], item["said"])) for item in lessons]
+            if not told:
+                why = record["untrainable"]
+                last = "nothing is written down of it: no report has come on it, or its turn has not"
+                told = [_shown(Told(name, "untrainable" if why else "pending", why or last))]
+            if args.json:
+                return show.dump(told)
+            print("\n".join(f"{name}: {item['sentence']}" for item in told))
+            return 0
+        filters.query(args, api.found.scenario)
+        path = f"/reef/scenarios/{api.found.scenario}/records"
+        found = api.get(path, limit=args.limit, **filters.given(args))
+    rows = [item for item in found["records"] if item["untrainable"]]
+    if args.json:
+        return show.dump({**found, "records": rows})
+    table = [[item["agent_record_id"], show.when(item["timing"]["received_at"]), item["untrainable"]] for item in rows]
+    if table:
+        show.table(["receipt", "received", "why not trained"], table)
+    count = show.count(len(found["records"]), "record")
+    print(f"{len(table)} of the newest {count} can never train (their answers have no exact tokens)")
     return 0
 
 

@@ -6,12 +6,14 @@ Knows: the story as the server (or the state folder) tells it, as a tree for peo
 from __future__ import annotations
 
 import argparse
+import contextlib
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from reef.cli import options, reader, show
 from reef.cli.api import Found, connect, either, find
 from reef.cli.rollback import by_chain, by_server
+from reef.core.errors import ReefError
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -39,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     found = either(place, lambda: _ask(args), lambda: _folder(place, args))
     if args.json:
         return show.dump(found)
+    if found["kind"] == "record":
+        _count(args, found)
     import rich.console
 
     console = rich.console.Console(markup=False, highlight=False)
@@ -54,6 +58,19 @@ def _ask(args: argparse.Namespace) -> dict[str, Any]:
         path = f"/reef/why/{quote(wanted, safe='')}"
         more = {"units": args.units, "releases": args.releases}
         return dict(api.get(path, limit=args.limit, **{name: value for name, value in more.items() if value}))
+
+
+def _count(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Add how full the batches are that its units wait for, where a server is there to say so."""
+    waits = [item for item in found["lessons"] if item["fate"] == "pending" and item["part"]]
+    if not waits:
+        return
+    with contextlib.suppress(ReefError), connect(args) as api:
+        shown = api.get("/reef/status")["scenarios"].get(found["scenario"]) or {}
+        for item in waits:
+            work = ((shown.get("learner") or {}).get("parts") or {}).get(item["part"])
+            if work and work.get("batch_size"):
+                item["said"] += f" ({work['pending']} of {work['batch_size']} units are there)"
 
 
 def _folder(place: Found, args: argparse.Namespace) -> dict[str, Any]:

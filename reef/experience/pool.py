@@ -25,7 +25,7 @@ from reef.core.nouns import Event, Json, PartName, Record, Report, Unit
 from reef.experience import turns
 from reef.experience.holdout import Holdout
 from reef.experience.next import report_of
-from reef.experience.sessions import Pair, Sessions
+from reef.experience.sessions import UNREAD, Pair, Sessions
 from reef.experience.turns import Lot
 from reef.experience.units import Drop, Signal, join, make
 from reef.records import RecordStore
@@ -74,6 +74,11 @@ class Pool:
         self._lots: dict[str, Lot] = {}  # how ready units that may be merged fared
 
     @property
+    def signals(self) -> list[Signal]:
+        """What makes a report a unit here."""
+        return sorted(self._signals)
+
+    @property
     def waiting(self) -> int:
         """Reports that wait for a record to close."""
         return len({report.id for queue in self._waiting.values() for _, report in queue})
@@ -112,11 +117,12 @@ class Pool:
             if "answer" in self._signals:
                 place = self._sessions.place(event.ref)
                 if place is not None:  # the same request again, answered again, is another sample
-                    found[event.ref] = None if place.kind == "side" else Pair(event.ref, event.ref, "user", "", 0.0)
+                    side = place.kind == "side" and place.note != UNREAD
+                    found[event.ref] = None if side else Pair(event.ref, event.ref, "user", "", 0.0)
             elif (pair := await self._sessions.pair(event.ref, store)) is not None:
                 found[event.ref] = pair
             elif (place := self._sessions.place(event.ref)) is not None and place.kind == "side":
-                found[event.ref] = None
+                found |= {} if place.note == UNREAD else {event.ref: None}
         return found
 
     def feed(self, events: Iterable[Event], entries: Iterable[Record | Report], following: Next | None = None) -> None:

@@ -13,13 +13,15 @@ Does not know: what is learnt from it; the rules by which turns are joined are `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from reef.core import damage
-from reef.core.errors import MissingError
+from reef.core.errors import MissingError, StoreError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Record, Report
 from reef.experience.next import words
@@ -28,11 +30,14 @@ from reef.experience.tree import Kind, Tree
 from reef.records import RecordStore
 
 PAGE: Final = 100
+UNREAD: Final = "it could not be read: what is in it is not as it should be"
 _AGENT = {True: "a sub-agent's turn", False: ""}
 _LISTED = (
     "SELECT session, max(seq), count(*), min(begun), max(begun), max(given IS NOT NULL), count(DISTINCT branch),"
     " sum(kind = 'side'), sum(kind = 'retry') FROM turns WHERE scenario = ?"
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ class Sessions(Tree):
     # --- from the log -------------------------------------------------------------------------------------------------
 
     async def read(self, scenario: str, store: RecordStore) -> None:
-        """Take every new closed record of the scenario, in log order. An error leaves all before its page taken."""
+        """Take every new closed record of the scenario, in log order. An error leaves all before its page taken; one
+        that is a record's own is said once, and the record has a place without a transcript."""
         async with self._turn:
             cursor = self.cursor(scenario)
             while events := await store.events(scenario, cursor, PAGE):
@@ -114,11 +120,36 @@ class Sessions(Tree):
                 with self._writing():
                     for record in records:
                         if record.purpose == "live" and record.status != "open":
-                            self.add(closed[record.id], record, self._reader.read(record))
+                            self._take(closed[record.id], record)
                     failpoint("sessions.half_read")
                     place = "INSERT OR REPLACE INTO cursors VALUES (?, ?)"
                     self._base.execute(place, (scenario, cursor))
                 failpoint("sessions.after_page")
+
+    def _take(self, seq: int, record: Record) -> None:
+        """Give one record its place. Whatever its client put into it, the next one is read."""
+        try:
+            self._kept(lambda: self.add(seq, record, self._reader.read(record)))
+        except Exception as error:
+            if not _own(error):
+                raise
+            log.exception("%s: the record %s has no place in a session", record.scenario, record.id)
+            try:
+                self._kept(lambda: self.alone(seq, record, UNREAD))
+            except Exception as again:
+                if not _own(again):
+                    raise
+
+    def _kept(self, change: Callable[[], None]) -> None:
+        """Make a change inside the transaction; nothing of it when it fails."""
+        self._base.execute("SAVEPOINT one")
+        try:
+            change()
+        except BaseException:
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK TO one")
+            raise
+        self._base.execute("RELEASE one")
 
     def cursor(self, scenario: str) -> int:
         """The last event that was read."""
@@ -152,7 +183,10 @@ class Sessions(Tree):
         )
         rows = self._read(query, request)
         found = await _records(store, [request]) if rows else []
-        said = words(found[0]) if found else None
+        try:
+            said = words(found[0]) if found else None
+        except RecursionError:
+            said = None
         if said is None:
             return None
         answer, seconds, choice = rows[0]
@@ -232,6 +266,13 @@ class Sessions(Tree):
                 gone += len(lost)
             at = rows[-1][0]
         return gone
+
+
+def _own(error: Exception) -> bool:
+    """Whether a failure is one record's own, and would come again with it for ever."""
+    if isinstance(error, sqlite3.Error):
+        return isinstance(error, sqlite3.IntegrityError | sqlite3.DataError)
+    return not isinstance(error, StoreError | MemoryError)
 
 
 async def _records(store: RecordStore, ids: list[str]) -> list[Record]:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from reef.core.nouns import Choice, Json, Record
+from reef.core.text import deeper
 from reef.engines.dialect.items import free, join
-from reef.engines.dialect.value import load
+from reef.engines.dialect.value import DEEP, load
 from reef.experience.holdout import even
 
 START = b"\0" * 16
@@ -200,9 +201,13 @@ def parts_of(content: Json) -> list[Json]:
 
 
 def _arguments(words: Json) -> Json:
+    """What a call is given, as a value; as text where it is no JSON, or too deep for whoever takes it apart."""
     if not isinstance(words, str):
         return words or {}
-    return {} if not words.strip() else words.strip() if (read := load(words)) is None else read
+    if not words.strip():
+        return {}
+    read = load(words)
+    return words.strip() if read is None or deeper(read, DEEP) else read
 
 
 def text_of(value: Json) -> str | None:

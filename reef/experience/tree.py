@@ -7,14 +7,15 @@ Does not know: the event log, or how a request becomes a transcript. No text of 
   looked up has its scope in it, so nothing is ever found outside of it, and a look-up costs the same in any session.
 - A request goes on from the answer that stands in its transcript, the longest first. Where its history has another
   answer than the recorded one, it follows that turn, but says nothing about the recorded answer (`exact` is 0).
-- Equal requests one after the other are retries of each other, the last answered one counts, or the one that was gone
-  on from. Equal ones at the same time that were both answered are samples, not retries.
+- Equal requests one after the other are retries: the last answered one counts, or the one gone on from. Equal ones at
+  the same time that were both answered are samples, not retries.
 - What is decided may change with a later turn: a call that a conversation goes on from was no side call.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -166,6 +167,14 @@ class Tree(Database):
             self._proven(turn, found.turn)
         if turn.kind == "main" and turn.given is not None:
             self._settle(turn)
+
+    def alone(self, seq: int, record: Record, note: str) -> None:
+        """Give a record that cannot be taken a place of its own, with a sentence why. Nothing is found by it."""
+        begun = record.timing.received_at if math.isfinite(record.timing.received_at) else 0.0
+        key = _key(record.id.encode())
+        who, when = (seq, record.id, record.scenario, record.id, None, "", None), (begun, begun, seq, None)
+        turn = Turn(*who, 0, 0, "side", 0, 0, note, 0, key, key, START, None, 0, *when)
+        self._base.execute(_INSERT, turn.values)
 
     # --- which agent, and which answer --------------------------------------------------------------------------------
 

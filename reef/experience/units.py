@@ -17,6 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+import orjson
+
 from reef.core.nouns import Choice, PartName, Record, Report, Sample, Unit
 
 Signal = Literal["score", "feedback", "demonstration", "metrics", "next", "answer"]
@@ -25,6 +27,10 @@ Reason = Literal["duplicate", "stale", "foreign", "untrainable", "choice", "held
 
 SIGNALS: dict[PartName, frozenset[Signal]] = {"weights": frozenset({"score"}), "harness": frozenset({"feedback"})}
 """What makes a report worth a unit, unless the recipe names its own `signals`: any one of these is enough."""
+
+
+COLDEST, LOWEST = 1e-4, -1e4
+"""Temperature and log-prob of an imported answer: beyond them a loss would no longer be a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,10 @@ def build(record: Record, choice: Choice | None, reward: float | None) -> tuple[
         return None, "no token was sampled"
     if len(choice.output_ids) != len(choice.logprobs) or not all(map(math.isfinite, choice.logprobs)):
         return None, "the recorded log-probs do not fit the sampled tokens"
+    if record.sampling.temperature < COLDEST or any(one < LOWEST for one in choice.logprobs):
+        return None, f"no sampler has a temperature below {COLDEST} or log-probs below {LOWEST:.0f}"
+    if record.sampling.legal is not None and not _form(record.sampling.legal):
+        return None, "its form (`sampling.legal`) is not a JSON object"
     return (
         Sample(
             tokens=record.prompt_ids + choice.output_ids,
@@ -90,6 +100,13 @@ def build(record: Record, choice: Choice | None, reward: float | None) -> tuple[
         ),
         None,
     )
+
+
+def _form(text: str) -> bool:
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def origins(unit: Unit) -> set[str]:

@@ -20,6 +20,7 @@ STATUS: dict[type[ReefError], int] = {
     errors.MissingError: 404,
     errors.ConflictError: 409,
     errors.LimitError: 413,
+    errors.BusyError: 429,
     errors.StoreError: 503,
     errors.EngineError: 503,
     errors.UpstreamError: 502,
@@ -84,7 +85,7 @@ def headers_of(error: BaseException, status: int) -> dict[str, str]:
         headers["www-authenticate"] = "Bearer"
     elif status == 409:
         headers["x-should-retry"] = "false"  # both SDK families try a 409 again otherwise
-    elif status == 503:
+    elif status in (429, 503):
         headers.setdefault("retry-after", "1")
     return headers
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from reef.core.errors import InputError, MissingError, ReefError
 from reef.core.ids import is_scenario, parse_receipt
 from reef.core.nouns import Choice, Json, Record, Report, Timing
-from reef.core.text import deeper
+from reef.core.text import deeper, tidy
 from reef.engines.dialect import Reader
 from reef.engines.dialect import read as read_answer
 from reef.gateway import report as reports
@@ -43,11 +43,14 @@ MOST = 1000
 """Entries in a batch."""
 DEEPEST = 512
 """Levels of an answer's message: what is deeper could be stored, but not surely read again."""
+HIGHEST = 2**31 - 1
+"""The largest number of a choice."""
 IMPORTED = "imported"
 FOREIGN = "imported from another release chain, so the model that answered is not known here"
 _ENVELOPE = frozenset(
     ["agent_record_id", "request_type", "payload", "created_at", "scenario", "session", "tags", "references"]
 ) | {"artifact_ref", "release_id"}
+_NAMES = ("session", "tags", "answer_id", "upstream_id", "client", "dialect", "model_answered")
 _REPORT_ID = re.compile(r"rep_[A-Za-z0-9_-]{1,64}")
 _THREAD = 256 * 1024  # bytes from which reading the entries leaves the event loop
 
@@ -257,7 +260,15 @@ def _check(record: Record, entry: Mapping[str, Any]) -> None:
     if isinstance(before, str) and (before in own or parse_receipt(before) == record.id):
         field = "payload.previous_response_id" if "payload" in entry else "request"
         raise InputError("previous_response_id is the response itself; it must be an earlier one", param=field)
+    for name in _NAMES:
+        words = getattr(record, name)
+        for word in (*words, *words.values()) if isinstance(words, Mapping) else (words or "",):
+            if tidy(word) != word:
+                raise InputError(f"{name} has half a character", param=name if name in entry else "payload")
     for place, choice in enumerate(record.choices):
+        if not 0 <= choice.index <= HIGHEST:
+            field = "payload.response" if "payload" in entry else f"choices[{place}].index"
+            raise InputError(f"the index of a choice must be a whole number from 0 to {HIGHEST}", param=field)
         if deeper(choice.message, DEEPEST):
             field = "payload.response" if "payload" in entry else f"choices[{place}].message"
             raise InputError(f"the message is nested deeper than {DEEPEST}", param=field)
@@ -330,7 +341,7 @@ def _exchange(entry: Mapping[str, Any], receipt: str, here: _Here) -> Record:
         model_answered=said.model if said else None,
         session=group or session.session_of({}, request),
         tags=tags,
-        answer_id=(said.id if said else None) or foreign,
+        answer_id=(said.id if said else None) or (tidy(foreign) if foreign else None),
         untrainable=IMPORTED,
     )
 

@@ -101,6 +101,19 @@ async def _read(app: App, call: Call) -> dict[str, Any]:
         raise
 
 
+def _shown(demonstration: Json) -> None:
+    """InputError when it shows no answer."""
+    if isinstance(demonstration, dict):
+        content = demonstration.get("content")
+        if not (content and isinstance(content, (str, list))) and not demonstration.get("tool_calls"):
+            raise InputError("demonstration must be a message with content, or a string", param="demonstration")
+        if demonstration.get("role") not in (None, "assistant"):
+            raise InputError("demonstration must be the assistant's message (role assistant)", param="demonstration")
+    elif demonstration is not None and not (demonstration and isinstance(demonstration, str)):
+        said = "demonstration must be a string that is not empty, or a message; leave it out when there is none"
+        raise InputError(said, param="demonstration")
+
+
 def check(body: Mapping[str, Any]) -> Report:
     """A report as the body says it, with an empty scenario and no time. InputError names the field that is wrong."""
     if unknown := sorted(set(body) - _FIELDS):
@@ -119,11 +132,7 @@ def check(body: Mapping[str, Any]) -> Report:
     feedback, demonstration = body.get("feedback"), body.get("demonstration")
     if feedback is not None and not isinstance(feedback, (str, dict)):
         raise InputError("feedback must be a string or an object", param="feedback")
-    if isinstance(demonstration, dict):
-        if not isinstance(demonstration.get("content"), (str, list)) and not demonstration.get("tool_calls"):
-            raise InputError("demonstration must be a message with content, or a string", param="demonstration")
-    elif demonstration is not None and not isinstance(demonstration, str):
-        raise InputError("demonstration must be a string or a message", param="demonstration")
+    _shown(demonstration)
     metadata, choice = body.get("metadata"), body.get("choice")
     if metadata is not None and not isinstance(metadata, dict):
         raise InputError("metadata must be an object", param="metadata")

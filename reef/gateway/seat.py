@@ -61,8 +61,11 @@ class Shared:
 
     def __init__(self, path: Path, count: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if os.fstat(self._fd).st_size < 8 * count:
-            os.ftruncate(self._fd, 8 * count)  # zeros, on disk only where they are written
+        try:
+            _allocate(self._fd, 8 * count)
+        except OSError as error:
+            os.close(self._fd)
+            raise StoreError(f"{path} cannot get its {8 * count} bytes of disk ({error.strerror}); free some") from None
         self._map = mmap.mmap(self._fd, 8 * count)
         self._bytes = memoryview(self._map)
         self.view: memoryview[float] = self._bytes.cast("d")
@@ -80,6 +83,14 @@ class Shared:
             self._map.close()
             os.close(self._fd)
             self._fd = -1
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Zeros where nothing was, all on disk: a full disk is an error here, and no SIGBUS when a page is written."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, size)
+    elif os.fstat(fd).st_size < size:
+        os.ftruncate(fd, size)
 
 
 def _try(path: Path) -> int | None:

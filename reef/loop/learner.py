@@ -260,6 +260,7 @@ class _Seat:
             shown["watch"] = self._vigil.shown()
             if self._watching.error is not None:
                 shown["watch"]["error"] = self._watching.error
-        if self._learning.error is not None:
-            shown["error"] = self._learning.error
+        joining = f"sessions: {self._joining.error}" if self._joining.error is not None else None
+        if (error := self._learning.error or joining) is not None:
+            shown["error"] = error
         return shown

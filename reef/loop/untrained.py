@@ -3,7 +3,7 @@
 Knows: fates, orders, the pool as the learner would find it now, sessions, and what each recipe learns from.
 Does not know: terminals, how the state folder was found; it writes nothing and needs no learner.
 
-Where a scenario has two recipes, what trained is told before what waits, and that before what never will.
+Where a scenario has two recipes each part is told of: what trained before what waits, that before what never will.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from reef.core.errors import StoreError
-from reef.core.nouns import PartName, Record, Release, Report, Unit
+from reef.core.nouns import Json, PartName, Record, Release, Report, Unit
 from reef.experience.holdout import Holdout
 from reef.experience.lag import judge
 from reef.experience.pool import Pool
-from reef.experience.sessions import Sessions
+from reef.experience.sessions import UNREAD, Sessions
 from reef.experience.units import SIGNALS, Drop, build, join
 from reef.loop.ledger import Ledger
 from reef.loop.line import Line, find, root
@@ -77,40 +78,63 @@ class Untrained:
             what = {"evaluation": "evaluation traffic", "probe": "a probe", "self": "Reef's own traffic"}
             return Told(record.id, what[record.purpose], f"it is {what[record.purpose]}, and only live answers train")
         settled = self._settled(record)
-        if settled is not None and settled.rank == DONE:
-            return settled
+        open_ones = [view for view in self._views if view.part not in settled or settled[view.part].rank != DONE]
         reports_on = getattr(self._ground.store, "reports_on", None)  # a store need not be able to
-        reports = list(await reports_on(record.id)) if reports_on is not None else []
-        told = [found for view in self._views if (found := view.why(record, reports)) is not None]
-        if settled is not None:
-            told.append(settled)
+        reports = list(await reports_on(record.id)) if reports_on is not None and open_ones else []
+        told = dict(settled)
+        for view in open_ones:
+            found, known = view.why(record, reports), settled.get(view.part)
+            if found is not None and (known is None or found.rank >= known.rank):
+                told[view.part] = found
         if told:
-            return max(told, key=lambda one: one.rank)
+            return _joined(told)
         return Told(record.id, "records only", "its scenario only keeps records: no recipe learns from them")
 
-    def _settled(self, record: Record) -> Told | None:
-        """What the ledger says became of it."""
+    def _settled(self, record: Record) -> dict[str, Told]:
+        """What the ledger says became of it, for each part."""
         ledger = self._ground.ledger
         if ledger is None:
-            return None
-        found: list[Told] = []
+            return {}
+        found: dict[str, list[Told]] = {}
         for unit in [f"{record.id}:{index}" for index in sorted({0, *(one.index for one in record.choices)})]:
             for part, report, fate, line, step in ledger.fate(self._ground.scenario, unit):
                 if fate == "trained":
-                    said = self._where(part, line, step)
-                    found.append(Told(record.id, "trained", f"it trained the {part}: {said}", DONE))
+                    found.setdefault(part, []).append(self._trained(record.id, part, line, step))
                     continue
                 said = FATES.get(fate, fate)
                 if fate == "untrainable":
                     said = build(record, record.choices[0] if record.choices else None, None)[1] or said
                 by = f" (report {report})" if report.startswith("rep_") else ""
-                found.append(Told(record.id, fate, f"{said}{by}", OPEN if fate == "duplicate" else NEVER))
-        return max(found, key=lambda one: one.rank) if found else None
+                rank = OPEN if fate == "duplicate" else NEVER
+                found.setdefault(part, []).append(Told(record.id, fate, f"{said}{by}", rank))
+        return {part: max(told, key=lambda one: one.rank) for part, told in found.items()}
 
-    def _where(self, part: str, line: str | None, step: int | None) -> str:
-        release = self._releases.get((part, line or ""))
+    def _trained(self, receipt: str, part: str, line: str | None, step: int | None) -> Told:
+        """Where it trained, and what became of that."""
+        ground, release = self._ground, self._releases.get((part, line or ""))
         said = f"step {step} of line {line}" if line else "a step that is not known any more"
-        return f"{said}, release {release.seq}" if release is not None else f"{said}, which no release has yet"
+        said = f"it trained the {part}: {said}"
+        if release is not None:
+            return Told(receipt, "trained", f"{said}, release {release.seq}", DONE)
+        looks = ground.ledger.looks(ground.scenario, cast(PartName, part), line, 1) if ground.ledger and line else []
+        if looks and looks[0].verdict == "reject":
+            return Told(receipt, "turned down", f"{said}, which was turned down: {looks[0].reason}", DONE)
+        if looks and looks[0].verdict == "hold":
+            said = f"{said}, which is held for a person (`reef candidates`): {looks[0].reason}"
+            return Told(receipt, "trained", said, DONE)
+        return Told(receipt, "trained", f"{said}, which no release has yet", DONE)
+
+
+def _joined(told: Mapping[str, Told]) -> Told:
+    """What there is to say of each part as one: the reason of what settles most, and every sentence."""
+    ranked = sorted(told.items(), key=lambda item: -item[1].rank)
+    said: dict[str, str] = {}  # sentence to part
+    for part, one in ranked:
+        said.setdefault(one.sentence, part)
+    words = list(said)
+    if len(words) > 1:
+        words = [text if part in text else f"for the {part}: {text}" for text, part in said.items()]
+    return replace(ranked[0][1], sentence="; ".join(words))
 
 
 class _View:
@@ -137,7 +161,7 @@ class _View:
         self._gone: dict[str, str] = {}  # receipt to the reason of a drop that no learner wrote down yet
         self._ordered: dict[str, str] = {}  # receipt to the step that it is in
         self._line: Line | None = None
-        self._assessed: frozenset[str] = frozenset()
+        self._assessed: Mapping[str, Json] = {}
 
     async def look(self, head: Release | None) -> None:
         ground, ledger = self._ground, self._ground.ledger
@@ -150,9 +174,9 @@ class _View:
                 said = f"step {order.message.step} of line {order.message.line}"
                 self._ordered = {unit.partition(":")[0]: said for unit in order.message.unit_ids}
             try:
-                self._assessed = frozenset(ledger.assessments(ground.scenario, self.part))
+                self._assessed = ledger.assessments(ground.scenario, self.part)
             except StoreError:  # of a version that had none
-                self._assessed = frozenset()
+                self._assessed = {}
         bound = ground.bound if self._recipe.max_staleness is None else self._recipe.max_staleness
         ages = self.part == "weights" and getattr(self._recipe, "ages", True)
         if ages and head is not None and units:
@@ -160,7 +184,8 @@ class _View:
             lags = await asyncio.to_thread(judge, ground.chain.get, head, age, units, bound)
             old = [(unit, lag) for unit in units if isinstance(lag := lags[unit.id], str)]
             self.pool.drop([Drop(unit.id, unit.report.id, reason) for unit, reason in old])
-        self._gone = {drop.unit.partition(":")[0]: drop.reason for drop in self.pool.dropped[::-1]}
+        drops = sorted(self.pool.dropped, key=lambda drop: drop.reason != "duplicate")  # what settled it is told
+        self._gone = {drop.unit.partition(":")[0]: drop.reason for drop in drops}
         for unit in self.pool.ready.values():
             for name in (*unit.turns, unit.id):
                 self._within[name.partition(":")[0]] = unit
@@ -174,7 +199,7 @@ class _View:
             return self._ready(record, self._within[name], size)
         if name in self._gone:
             reason = self._gone[name]
-            return Told(name, reason, FATES.get(reason, reason))
+            return Told(name, reason, FATES.get(reason, reason), OPEN if reason == "duplicate" else NEVER)
         if self._settled(record):
             return None
         if record.status == "open":
@@ -197,6 +222,8 @@ class _View:
         count = len(self.pool.ready)
         if hasattr(self._recipe, "assess") and unit.id not in self._assessed:
             return Told(record.id, "to be judged", "it waits until the recipe's judge has looked at it", WAITS)
+        if unit.id in self._assessed and self._assessed[unit.id] is None:
+            return Told(record.id, "unjudged", FATES["unjudged"])
         if self._line is not None and self._line.held:
             said = "it waits: a candidate is held for a person (`reef candidates`), and nothing trains until then"
             return Told(record.id, "waits for a person", said, WAITS)
@@ -227,6 +254,8 @@ class _View:
         place = sessions.place(name) if sessions is not None else None
         if sessions is None or place is None:
             return Told(name, "no session", "it has no place in a session: its request is no conversation")
+        if place.note == UNREAD:
+            return Told(name, "no session", place.note)
         if place.kind == "side":
             return Told(name, "side", f"it is a side call of its client: {place.note}")
         if place.kind == "retry":

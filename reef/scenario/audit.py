@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
 from reef.core.errors import StoreError
-from reef.core.nouns import Evaluation, PartName
+from reef.core.nouns import Evaluation, Json, PartName
 
 FATES: Final[Mapping[str, str]] = {
     "duplicate": "an earlier report on this answer counted",
@@ -67,6 +67,9 @@ class Audit(Protocol):
     def fates(self, scenario: str, receipt: str) -> list[Fate]:
         """What became of each unit of one record, for each part and report; what counted before duplicates."""
 
+    def assessed(self, scenario: str, receipt: str) -> list[tuple[PartName, str, Json]]:
+        """What was made of each unit of one record that is not settled yet: part, unit, assessment."""
+
     def where(self, receipt: str) -> list[str]:
         """The scenarios that wrote down a fate of this record."""
 
@@ -95,6 +98,9 @@ class Absent:
     """An audit where none is kept: every question is answered with StoreError."""
 
     def fates(self, scenario: str, receipt: str) -> NoReturn:
+        raise StoreError("no learner keeps an audit here")
+
+    def assessed(self, scenario: str, receipt: str) -> NoReturn:
         raise StoreError("no learner keeps an audit here")
 
     def where(self, receipt: str) -> NoReturn:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reef.core.errors import MissingError, StoreError
-from reef.core.nouns import Act, Record, Release, Report
+from reef.core.nouns import Act, PartName, Record, Release, Report
 from reef.records import RecordStore
 from reef.records.journal import Journal
 from reef.releases import ReleaseChain
@@ -36,6 +37,7 @@ from reef.scenario.story import (
     Sources,
 )
 
+_WAITS = "it waits for a batch: what was said of it first counts"
 _PENDING = "not trained yet: its turn has not come, or nothing here learns from such a report"
 
 
@@ -191,8 +193,10 @@ class Why:
     ) -> RecordStory:
         descent, unknown = self.family.of(scenario), list[str]()
         lessons = self._lessons(scenario, descent, receipt, unknown)
-        told = {lesson.report for lesson in lessons}
-        if not any(lesson.fate != "duplicate" for lesson in lessons):
+        settled = any(lesson.fate != "duplicate" for lesson in lessons)
+        lessons += self._counted(scenario, receipt, reports, lessons)
+        if not settled:
+            told = {lesson.report for lesson in lessons}
             waiting = [item for item in reports if item.id not in told]
             lessons += [_unsettled(receipt, item.id, unknown, record, item.choice or 0) for item in waiting]
         influenced = _page(descent, _touched(descent, lessons)[::-1], page)
@@ -231,6 +235,29 @@ class Why:
                         brief = _brief(descent, place)
                         found.append(Lesson(unit, part, "trained", said, None, release.line, None, brief))
         return found
+
+    def _counted(
+        self, scenario: str, receipt: str, reports: Sequence[Report], lessons: Sequence[Lesson]
+    ) -> list[Lesson]:
+        """The units that wait for a batch, as far as what is written down shows it: they were assessed, or a later
+        report on them was a duplicate."""
+        waits: dict[tuple[str, PartName], str] = {}
+        for row in lessons:
+            if row.fate == "duplicate" and row.part is not None:
+                waits[row.unit, row.part] = _WAITS
+        with contextlib.suppress(StoreError):  # of a version that had none
+            for part, unit, body in self.audit.assessed(scenario, receipt):
+                waits[unit, part] = f"{_WAITS}; it was judged: {json.dumps(body, ensure_ascii=False)}"
+        for row in lessons:
+            if row.fate != "duplicate" and row.part is not None:
+                waits.pop((row.unit, row.part), None)
+        late = {(row.unit, row.part, row.report) for row in lessons}
+        made = []
+        for (unit, part), said in waits.items():
+            index = int(unit.partition(":")[2] or 0)
+            on_it = [item.id for item in reports if item.choice in (None, index) and (unit, part, item.id) not in late]
+            made.append(Lesson(unit, part, "pending", said, on_it[0] if on_it else None))
+        return made
 
     def _lesson(self, descent: Descent, fate: Fate, scenario: str, audit: Audit) -> Lesson:
         if fate.fate != "trained" or fate.line is None:

@@ -86,6 +86,6 @@ def test_a_recipe_that_asks_an_unknown_engine_is_told_at_the_start(tmp_path, mon
     assert main(["config"]) == 2
     said = capsys.readouterr().err
     assert "there is no engine 'fkae'; did you mean fake?" in said
-    assert "reef.yaml:3" in said
+    assert "reef.yaml:4: reef.judge: " in said
     Path("reef.yaml").write_text(text.format("fake"))
     assert main(["config"]) == 0

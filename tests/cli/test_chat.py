@@ -60,6 +60,26 @@ def test_a_second_score_on_an_answer_is_kept_and_said_not_to_train(say, room):
     assert ["only the first one trains" in line for line in lines] == [False, True, False]
 
 
+def test_what_no_recipe_learns_from_is_said(say, room):
+    room.scenario("default")["part"]["signals"] = ["demonstration"]
+    _, out, _ = say("1+1", "/good", "/fix two", "/fix it is two", "1+2", "/fix three")
+    told = [line.partition(")")[2] for line in out.splitlines() if "reported as" in line]
+    only = "; no recipe of this scenario learns from a score (weights from demonstration): it is kept"
+    again = "; this answer had a report already, and only the first one trains: this one is kept"
+    assert told == [only, "", again, ""], out
+    room.scenarios["default"]["part"]["signals"] = ["demonstration", "score"]
+    _, out, _ = say("1+1", "/good", "/fix two")
+    assert [line.partition(")")[2] for line in out.splitlines() if "reported as" in line] == ["", again]
+
+
+def test_a_scenario_that_only_records_is_said(say, room, monkeypatch):
+    view = room.view
+    monkeypatch.setattr(room, "view", lambda name: view(name) | {"recipe": "record", "learner": {"parts": {}}})
+    assert "only keeps records" in say("1+1", "/good")[1]
+    monkeypatch.setattr(room, "view", lambda name: view(name) | {"learner": None})
+    assert "reported as good (rep_x)\n" in say("1+1", "/good")[1], "what cannot be known is not said"
+
+
 def test_a_model_is_asked_for_by_name_only_when_one_is_given(say, room):
     say("1+1")
     say("1+1", words=("--as", "fast"))

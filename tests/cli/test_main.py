@@ -98,6 +98,18 @@ def test_run_refuses_a_wrong_configuration_before_it_starts_anything(capsys):
     assert "reef.bacth_size is not a setting" in capsys.readouterr().err
 
 
+def test_run_asks_the_driver_for_its_help_without_a_server(capfd):
+    Path("serve.yaml").write_text("reef: {port: 1, model: no-such-model}\n")
+    Path("run.py").write_text("import os, sys\nprint('driver', sys.argv[1:], os.environ.get('REEF_URL'))\n")
+    assert main(["run", ".", "--", "--help"]) == 0
+    assert capfd.readouterr().out == "driver ['--help'] None\n"
+    assert main(["run", "nowhere"]) == 2
+    assert "there is no folder nowhere" in capfd.readouterr().err
+    Path("empty").mkdir()
+    assert main(["run", "empty"]) == 2
+    assert "holds no serve.yaml with a run.py beside it" in capfd.readouterr().err
+
+
 @pytest.fixture
 def provider():
     """Answers GET /v1/models with the status that `status` has."""
@@ -160,12 +172,15 @@ def test_the_banner_fits_what_is_served():
     assert " teach " in own
     assert '"model": "smollm2-135m"' in own
     assert "gate guarded" in own
+    assert " more, " not in own
     front = banner("http://127.0.0.1:9")
     assert " teach " not in front
     assert "model     as each request names it (engine upstream at 127.0.0.1:9)" in front
     assert "recipe    record (nothing is learnt)" in front
     assert "chat --as MODEL" in front
     assert "aliases" not in front
+    Path("reef.yaml").write_text("scenarios: {default: {}, a: {}, b: {}}")
+    assert "scenario  default and 2 more, with recipes of their own: " in banner()
     Path("reef.yaml").write_text(
         "reef: {engine: up}\nengines: {up: {url: http://h/v1}}\nmodels: {fast: up/x, slow: up/y}"
     )
@@ -274,6 +289,29 @@ def test_config_lists_every_setting_with_its_source(capsys):
     assert "canary" not in said
     assert main(["config"]) == 0
     assert "reef.yaml:2" in capsys.readouterr().out
+
+
+def test_config_knows_the_fields_of_every_scenarios_recipes(capsys):
+    Path("reef.yaml").write_text(
+        "reef:\n  engine: fake\n  recipes:\n    - {use: sao, batch_size: 4}\n    - feedback_rules\n"
+        "training: {backend: fake}\n"
+        "scenarios:\n  a:\n    recipe: sao\n    learning_rate: 0.5\n  b: {}\n"
+    )
+    assert main(["config", "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["reef.recipes[0].batch_size"]["value"], rows["reef.recipes[0].batch_size"]["source"]) == (
+        4,
+        "reef.yaml:4",
+    )
+    assert rows["reef.recipes[0].rank"]["source"] == "default of SAORecipe"
+    assert rows["reef.recipes[1].batch_size"]["source"] == "default of FeedbackRules"
+    assert "reef.batch_size" not in rows
+    assert (rows["scenarios.a.learning_rate"]["value"], rows["scenarios.a.learning_rate"]["source"]) == (
+        0.5,
+        "reef.yaml:10",
+    )
+    assert rows["scenarios.a.rank"]["source"] == "default of SAORecipe"
+    assert not any(key.startswith("scenarios.b.rank") for key in rows)
 
 
 def test_the_founding_example_is_accepted(capsys):

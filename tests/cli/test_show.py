@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from reef.cli import options, state
+from reef.cli import options, show, state
 from reef.cli.main import main
 from reef.cli.serve import stop_child
 
@@ -211,3 +211,11 @@ def test_the_banner_names_the_program_as_it_is_started_here(server, reef):
     said = (server.folder / "log").read_text()
     for command in ("chat", "records"):
         assert f"  {options.program()} {command} " in said
+
+
+def test_status_shows_figures_of_the_last_step():
+    figures = {f"m{number}": number / 3 for number in range(9)}
+    item = {"learner": {"parts": {"weights": {"metrics": {"kept": 0.4375, **figures}}, "harness": {"metrics": {}}}}}
+    assert show._beside("a", item) == [
+        "weights: last step: kept 0.4375, m0 0, m1 0.3333, m2 0.6667, m3 1, m4 1.333",
+    ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from reef.core.nouns import Choice, Sampling
 from reef.experience.units import Drop
 from reef.loop.ledger import Ledger
 from tests.cli.kept import Folder
+from tests.gateway.conftest import TOKEN
 from tests.gateway.test_imports import build, build_report
 
 
@@ -93,3 +95,32 @@ def test_a_recipe_of_next_messages_reads_sessions_and_writes_nothing(folder):
     assert (code, err) == (0, "")
     assert "the next message" in out or "last turn" in out or "no conversation" in out or "anything after it" in out
     assert sorted(path.name for path in folder.path.iterdir()) == before
+
+
+def replace_path(folder, path):
+    made = copy(folder)
+    made.path = path
+    return made
+
+
+def test_a_named_server_is_asked_only_where_there_is_no_folder(folder, monkeypatch, tmp_path):
+    """REEF_URL does not silently turn a question about this folder into a smaller one."""
+    one, tool = exact(folder.head.id), replace(exact(folder.head.id), untrainable="a tool was called")
+    folder.store(one, tool, build_report(one.id, score=1.0))
+    Ledger(folder.path / "learn.db").close()
+    away = replace_path(folder, tmp_path / "nowhere")
+    with folder.serving():
+        monkeypatch.setenv("REEF_URL", folder.gateway.url)
+        monkeypatch.setenv("REEF_TOKEN", TOKEN)
+        code, out, err = ask(folder, one.id)
+        assert (code, out) == (0, f"{one.id}: it waits for a batch of the weights: 1 of 32 units are ready\n")
+        assert err == f"reef: read from {folder.path}, not from {folder.gateway.url}\n"
+        assert "waits for a batch" in ask(folder)[1]
+        for at, words in ((folder, ["--url", folder.gateway.url]), (away, [])):
+            code, out, err = at.run("records", "--why-not-trained", *words)
+            assert (code, "a server tells less" in err, "a tool was called" in out) == (0, True, True)
+            assert "1 of the newest 2 records can never train" in out
+            code, out, err = at.run("records", "--why-not-trained", tool.id, *words)
+            assert (code, "a server tells less" in err, out) == (0, True, f"{tool.id}: a tool was called\n")
+            code, out, _ = at.run("records", "--why-not-trained", one.id, *words)
+            assert (code, out) == (0, f"{one.id}: whether it trained is not known\n"), "no audit is kept here"

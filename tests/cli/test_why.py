@@ -5,7 +5,12 @@ import json
 
 import pytest
 
+from reef.core.ids import new_receipt
+from reef.core.wire import Looked
+from reef.experience.units import Drop
+from reef.gateway import health
 from reef.loop.audit import Audit
+from reef.loop.ledger import Ledger
 from reef.records import keep
 from tests.cli.kept import Folder
 from tests.gateway.life import Life
@@ -64,6 +69,46 @@ def test_programs_get_the_same_from_a_server_and_without_one(folder, story):
     assert [item["kind"] for item in served] == [
         "record", "report", "candidate", "release", "record", "release", "release",
     ]  # fmt: skip
+
+
+def test_units_that_wait_are_listed_beside_later_duplicates(folder, where):
+    first, counted = build(folder.head.id), new_receipt()
+    report, late = build_report(first.id), build_report(first.id, score=0.0)
+    folder.store(first, report, late)
+    heard = build(folder.head.id)
+    folder.store(heard)
+    ledger = Ledger(folder.path / "learn.db")
+    ledger.drop("default", "weights", [Drop(f"{first.id}:0", late.id, "duplicate")], 0)
+    ledger.drop("default", "weights", [Drop(f"{heard.id}:0", counted, "duplicate")], 0)
+    ledger.assess("default", "weights", f"{heard.id}:0", {"verdict": -1, "hints": ["Be brief and plain."]})
+    waits = "it waits for a batch: what was said of it first counts"
+    with where():
+        out = folder.run("why", first.id)[1]
+        assert f"{first.id}:0 weights by report {report.id}: {waits}\n" in out
+        assert f"by report {late.id}: not trained: an earlier report" in out
+        assert out.count("what was said of it first") == 1
+        out = folder.run("why", heard.id)[1]
+        assert (
+            f'{heard.id}:0 weights: {waits}; it was judged: {{"verdict": -1, "hints": ["Be brief and plain."]}}' in out
+        )
+        ledger.drop("default", "weights", [Drop(f"{first.id}:0", report.id, "stale")], 0)
+        assert waits not in folder.run("why", first.id)[1]
+    ledger.close()
+
+
+def test_how_full_the_batch_is_that_a_unit_waits_for(folder, monkeypatch):
+    first = build(folder.head.id)
+    folder.store(first)
+    ledger = Ledger(folder.path / "learn.db")
+    ledger.assess("default", "weights", f"{first.id}:0", 1)
+    ledger.close()
+
+    async def look(*_):
+        return Looked(scenarios={"default": {"parts": {"weights": {"pending": 3, "batch_size": 8}}}})
+
+    with folder.serving(audit=Audit(folder.path / "learn.db")):
+        monkeypatch.setattr(health, "_look", look)
+        assert "(3 of 8 units are there)" in folder.run("why", first.id)[1]
 
 
 def test_a_report_and_a_candidate_are_followed(folder, story, where):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +15,20 @@ from hypothesis import strategies as st
 
 from reef.core.errors import StoreError
 from reef.core.nouns import Choice
-from reef.experience.sessions import Sessions
+from reef.experience.sessions import UNREAD, Sessions
 from reef.experience.tree import WINDOW
 from reef.records import keep
 from reef.records.sqlite import SqliteStore
 from tests.experience.talk import TOOLS, World, calling, chat, result
 
 ROOT = Path(__file__).parents[2]
+
+
+def nested(levels):
+    value = "x"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
 
 
 def brief(place):
@@ -102,6 +110,57 @@ async def test_the_choice_that_was_gone_on_from(world):
     first = await world.ask(chat("u1"), choices=choices)
     pair = await world.pair(await world.ask(chat("u1", "b", "u2"), "a2"))
     assert (pair.answer, pair.choice) == (first, 1)
+
+
+# --- records that cannot be taken -------------------------------------------------------------------------------------
+
+
+def deep(levels):
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [100, 201, 600, 5000])
+async def test_arguments_of_any_depth_are_an_answer_that_can_be_gone_on_from(world, levels):
+    call = calling(("c1", "f", deep(levels)))
+    first = await world.ask(chat("u1", tools=TOOLS), call)
+    second = await world.ask(chat("u1", call, result("c1", "ok"), tools=TOOLS), "done")
+    assert brief(await world.place(first))[:2] == ("main", None)
+    assert (await world.pair(second)).answer == first
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"answer_id": "\ud800"},
+        {"choices": [Choice(2**63, "x", "stop")]},
+        {"choices": [Choice(0, "", "stop", message={"tool_calls": [{"function": {"arguments": nested(800)}}]})]},
+    ],
+)
+async def test_a_record_that_cannot_be_taken_has_a_place_of_its_own_and_stops_nobody(world, spoilt, caplog):
+    before = await world.ask(chat("u1"), "a1", session="s")
+    bad = await world.ask(chat("u1", "a1", "u2"), "a2", session="s", **spoilt)
+    after = await world.ask(chat("u1", "a1", "u3"), "a3", session="s")
+    await world.read()
+    assert (await world.place(after)).parent == before
+    place = await world.place(bad)
+    assert (place.session, place.parent, place.kind, place.note) == (bad, None, "side", UNREAD)
+    assert await world.pair(bad) is None
+    assert len(caplog.records) == 1, "said once, not at each look"
+    assert world.sessions._read("SELECT count(*) FROM answers WHERE turn NOT IN (SELECT seq FROM turns)") == [(0,)]
+
+
+async def test_trouble_of_the_file_is_no_records_own(world, monkeypatch):
+    await world.ask(chat("u1"), "a1")
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.sessions, "add", full)
+        with pytest.raises(StoreError, match="disk is full"):
+            await world.read()
+    assert world.sessions.cursor("default") == 0
+    assert (await world.place(next(iter(world.records)))).kind == "main"
 
 
 # --- branches, edits, compaction --------------------------------------------------------------------------------------
@@ -411,7 +470,7 @@ async def test_sessions_are_listed(world):
 KILLED = """
 import asyncio
 from pathlib import Path
-from reef.experience.sessions import Sessions
+from reef.experience.sessions import UNREAD, Sessions
 from reef.records.sqlite import SqliteStore
 
 async def main():

@@ -123,6 +123,11 @@ def test_a_report_without_the_parts_signal_says_nothing() -> None:
         ({"choices": (choice(output_ids=(), logprobs=()),)}, "no token was sampled"),
         ({"choices": (choice(logprobs=(-0.1,)),)}, "the recorded log-probs do not fit"),
         ({"choices": (choice(logprobs=(-0.1, float("-inf"))),)}, "the recorded log-probs do not fit"),
+        ({"choices": (choice(logprobs=(-0.1, -1e308)),)}, "no sampler has a temperature below"),
+        ({"sampling": Sampling(temperature=1e-300)}, "no sampler has a temperature below"),
+        ({"sampling": Sampling(legal="null")}, "its form"),
+        ({"sampling": Sampling(legal="[]")}, "its form"),
+        ({"sampling": Sampling(legal="{")}, "its form"),
     ],
 )
 def test_what_cannot_train_on_policy_says_why(fields: dict[str, Any], why: str) -> None:

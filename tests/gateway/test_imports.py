@@ -184,6 +184,16 @@ def bad(gateway):
         (good | {"request": {"base64": "%"}}, "records[1].request"),
         (good | {"choices": [{"index": 0, "text": 4}]}, "records[1].choices[0].text"),
         (good | {"choices": [{"index": 0, "text": "", "logprobs": [1]}]}, "records[1].choices[0].logprobs"),
+        (good | {"choices": [{"index": 2**31, "text": ""}]}, "records[1].choices[0].index"),
+        (good | {"choices": [{"index": 2**63, "text": ""}]}, "records[1].choices[0].index"),
+        (good | {"choices": [{"index": -1, "text": ""}]}, "records[1].choices[0].index"),
+        *((good | {name: "\ud800"}, f"records[1].{name}") for name in ("answer_id", "session", "client", "dialect")),
+        (good | {"tags": {"agent-id": "\ud800"}}, "records[1].tags"),
+        (ENVELOPES[0] | {"session": "\ud800"}, "records[1].session"),
+        (
+            ENVELOPES[0] | {"payload": ASK | {"response": {"choices": [{"index": 2**40}]}}},
+            "records[1].payload.response",
+        ),
         (good | {"timing": {"received_at": "x"}}, "records[1].timing.received_at"),
         (without, "records[1].timing"),
         (report | {"score": True}, "records[1].score"),
@@ -201,7 +211,8 @@ def bad(gateway):
 
 async def test_a_bad_entry_is_named_and_nothing_of_its_batch_is_stored(gateway, client):
     for entry, param in bad(gateway):
-        answer = await send(client, lines(build(serving(gateway)))[0], entry)
+        body = json.dumps({"records": [lines(build(serving(gateway)))[0], entry]})
+        answer = await client.post("/reef/records/batch", content=body, headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (entry, answer.text)
         assert answer.json()["error"]["message"].startswith("records[1]")
     assert await gateway.store.find(Query("default")) == []
@@ -328,6 +339,8 @@ async def test_lone_surrogates_come_in_and_are_read(gateway, client):
     answer = await client.post("/reef/records", content=json.dumps(entry), headers=headers)
     assert answer.status_code == 200, answer.text
     assert answer.json()["agent_record_id"] == "\ufffd"
+    ((_, stored),) = await gateway.store.find(Query("default"))
+    assert stored.answer_id == "\ufffd"
     assert (await client.post("/reef/records", content=json.dumps(entry), headers=headers)).json()["duplicate"]
     wrong = await client.post("/reef/records", content=json.dumps(entry | {"\ud800": 1}), headers=headers)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "records[0].\ufffd")

@@ -9,7 +9,7 @@ import openai
 import pytest
 import zstandard
 
-from reef.core.errors import MissingError
+from reef.core.errors import BusyError, MissingError
 from reef.engines.fake import FakeEngine, Fault
 
 
@@ -142,6 +142,21 @@ async def test_over_long_prompt(gateway, client, stream):
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert response.json()["error"]["param"] == "messages"
+    assert (await gateway.record(receipt_of(response))).status == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("route", "kind"), [("chat/completions", "rate_limit_error"), ("messages", "rate_limit_error")]
+)
+async def test_an_engine_that_is_too_busy_asks_to_come_again(gateway, client, monkeypatch, route, kind):
+    async def busy(_):
+        raise BusyError("64 new forms of answers wait to be compiled; try again later")
+        yield
+
+    monkeypatch.setattr(gateway.engine, "answer", busy)
+    response = await client.post(f"/v1/{route}", json=ask(max_tokens=4))
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"]["type"] == kind
     assert (await gateway.record(receipt_of(response))).status == "rejected"
 
 

@@ -57,3 +57,21 @@ def test_a_locked_file_grows(tmp_path):
         with locked(tmp_path / "x") as fd:
             os.write(fd, word)
     assert (tmp_path / "x").read_bytes() == b"a\nb\n"
+
+
+def test_its_pages_are_on_disk_from_the_beginning(tmp_path):
+    (tmp_path / "x").write_bytes(b"")
+    os.truncate(tmp_path / "x", 1 << 20)  # as an earlier version left it
+    shared = Shared(tmp_path / "x", 1 << 17)
+    assert os.stat(tmp_path / "x").st_blocks * 512 >= 1 << 20
+    assert set(shared.view[:9]) == {0.0}
+    shared.close()
+
+
+def test_a_full_disk_is_an_error_at_the_start(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match=r"x cannot get its 800 bytes of disk \(No space left on device\); free some"):
+        Shared(tmp_path / "x", 100)
