@@ -33,11 +33,20 @@ Side = Literal["new", "old"]
 class Comparison:
     """Fed with reports in the order of the log. `reports`: those on the new release after which it is over.
 
-    `first`: the new release is compared with itself; so many of its scores stand for the old one.
+    `first`: the new release is compared with itself; so many of its scores stand for the old one. Then `alpha` is for
+    all its stretches together: the k-th may raise a false alarm with a chance of alpha / (k (k + 1)), which sum
+    to alpha however many there are, although all are compared with the same scores.
     """
 
     def __init__(
-        self, new: str, old: Collection[str], *, reports: int = 300, alpha: float = 0.05, first: int = 0
+        self,
+        new: str,
+        old: Collection[str],
+        *,
+        reports: int = 300,
+        alpha: float = 0.05,
+        first: int = 0,
+        stretch: int = 1,
     ) -> None:
         self.new: list[float] = []  # every score that counts, on each side
         self.old: list[float] = []
@@ -46,7 +55,8 @@ class Comparison:
         self.receipts: list[tuple[str, float]] = []  # records of the new release, and their scores
         self._sides: dict[str, Side] = dict.fromkeys(old, "old")
         self._sides[new] = "new"
-        self._reports, self._first, self.bar = reports, first, 1 / alpha
+        self._reports, self._first, self._alpha, self._stretch = reports, first, alpha, stretch
+        self.bar = (stretch * (stretch + 1) if first else 1) / alpha
         self._evidence = Evidence(-1)
         self._unused: deque[float] = deque(maxlen=REPEATS * reports)  # of the old release, the newest last
         self._ranked: list[float] = []
@@ -108,7 +118,9 @@ class Comparison:
 
     def again(self) -> Comparison:
         """The next comparison after one that is over: with the same old scores, on reports that are still to come."""
-        made = Comparison("", (), reports=self._reports, alpha=1 / self.bar, first=self._first)
+        made = Comparison(
+            "", (), reports=self._reports, alpha=self._alpha, first=self._first, stretch=self._stretch + 1
+        )
         made._sides, made._seen, made.old = self._sides, self._seen, list(self.old)
         made._unused.extend(self.old)
         for score in self.old:

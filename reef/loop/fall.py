@@ -7,6 +7,7 @@ Does not know: why scores fell; the test (`compare`); how releases are measured 
 - A fall is told, and its worst records become tasks, so that the suite knows what is wanted now.
 - Then the release before and the base are measured against what is served; the first that the evidence shows to be
   better is served again. Nothing is, without a suite: a fall alone does not say that anything else would be better.
+  An earlier release that cannot be measured is told and left out after three tries: the watch goes on.
 - After a fall the present level is the usual one, so that nobody is told the same again and again.
 """
 
@@ -22,13 +23,14 @@ from reef.core.errors import ConflictError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Release, Report
 from reef.evaluation import Evaluator
-from reef.loop import failures
+from reef.loop import failures, tell
 from reef.loop.binding import Tools, Watching
 from reef.loop.compare import Comparison
 from reef.records import Query
 from reef.scenario.serving import rollback
 
 PAGE: Final = 500
+TRIES: Final = 3
 LOOKED: Final = 20
 """After a restart, so many times `reports` of the newest reports on a release are read again."""
 
@@ -49,6 +51,7 @@ class Fall:
         self._tools, self.release, self._rule, self._past, self._sources = tools, release, rule, past, sources
         self._comparison = self._fresh()
         self._cursor: int | None = None
+        self._tries = 0  # at measuring earlier releases, since the last fall
         self.count = 0  # falls so far
         self.said = ""
 
@@ -125,7 +128,7 @@ class Fall:
         ]
         await failures.keep(tools, release.scenario, low[-failures.KEPT :], "watch")
         self.said = await self._better()
-        self.count += 1
+        self.count, self._tries = self.count + 1, 0
         self._comparison = self._fresh()
         return True
 
@@ -135,8 +138,17 @@ class Fall:
         pin = await asyncio.to_thread(tools.journal.pinned, release.scenario)
         if self._past is None or self._rule.action != "rollback" or pin is not None:
             return "told; nothing earlier was measured"
+        self._tries += 1
+        lost: list[str] = []
         for earlier in await asyncio.to_thread(self._earlier):
-            evaluation = await self._past.evaluate(earlier, release, 1)
+            try:
+                evaluation = await self._past.evaluate(earlier, release, 1)
+            except Exception as error:
+                if self._tries < TRIES:
+                    raise
+                lost.append(f"release {earlier.seq}: {error or type(error).__name__}")
+                log.exception("%s: release %d cannot be measured", release.scenario, earlier.seq)
+                continue
             failpoint("loop.after_past")
             if evaluation.verdict != "accept":
                 continue
@@ -149,6 +161,10 @@ class Fall:
             except ConflictError as error:  # somebody was quicker
                 return f"release {earlier.seq} was better, but the head moved: {error.message}"
             return reason
+        if lost:
+            said = f"earlier releases could not be measured: {'; '.join(lost)}"
+            await asyncio.to_thread(tell.trouble, tools, release.scenario, "watch", said, TRIES)
+            return said
         return "no earlier release that was measured is better now"
 
     def _earlier(self) -> Sequence[Release]:

@@ -54,6 +54,22 @@ async def test_discarded_units_are_settled_and_do_not_block(world: World) -> Non
     assert all(name.startswith("0") for name in world.head.consumed["weights"].units)
 
 
+@dataclass(frozen=True, slots=True)
+class Once(Score):
+    def discard(self, units: Sequence[Unit]) -> Sequence[tuple[Unit, str]]:
+        return [(unit, "duplicate") for unit in units if (unit.score or 0) < 0]
+
+
+async def test_a_recipes_word_never_is_the_pools_own(world: World) -> None:
+    world.recipes = {"weights": Once()}
+    await world.say(1, score=-1.0)
+    await world.settle()
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"recipe: duplicate": 1}
+    shown = world.works["weights"].shown()
+    assert (shown["pending"], shown["dropped"]) == (0, {"recipe: duplicate": 1})
+
+
 async def test_a_discarded_unit_stays_discarded_after_a_restart(world: World) -> None:
     world.recipes = {"weights": Choosy()}
     await world.say(1, score=-1.0)

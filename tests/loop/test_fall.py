@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reef.core import failpoint
+from reef.core.errors import MissingError
 from reef.core.nouns import Act, Candidate, Evaluation, Release, Verdict
 from reef.loop.binding import Watching
 from reef.loop.compare import Comparison
@@ -91,10 +92,10 @@ async def test_a_fall_is_told_and_kept_as_tasks_but_alone_changes_nothing(world:
     (alarm,) = acts(world, "alarm")
     assert (alarm.ref, alarm.actor, alarm.detail["fall"]) == (two.id, "watch", "fall 1")
     assert (
-        "live scores on release 2 fell: mean 0.125 over the last 8 reports against 1 over its first 10" in alarm.reason
+        "live scores on release 2 fell: mean 0.111 over the last 9 reports against 1 over its first 10" in alarm.reason
     )
     assert world.tools.book is not None
-    assert len(world.tools.book.failures(NAME)) == 7
+    assert len(world.tools.book.failures(NAME)) == 8
     await world.say(60, score=0.0)  # what is usual now
     await looked(watch)
     assert len(acts(world, "alarm")) == 1
@@ -154,26 +155,79 @@ async def test_after_a_crash_the_same_is_done_and_told_once(
     assert len(acts(world, "alarm")) == 1
 
 
-def test_scores_that_stay_as_they_were_are_a_fall_in_one_stretch_of_twenty_at_most() -> None:
-    draw, alarms, stretches = random.Random(4), 0, 0
-    for life in range(40):
-        comparison = Comparison("r", (), reports=60, first=60)
-        for number in range(60 * 11):
-            receipt = f"{life}-{number}"
-            one = report(life * 1000 + number, receipt, score=float(draw.random() < 0.6))
+class Broken(Past):
+    """Cannot measure the releases with these numbers; accepts the others that it is to accept."""
+
+    def __init__(self, broken: set[int], *better: int) -> None:
+        super().__init__(*better)
+        self.broken = broken
+
+    async def evaluate(self, candidate: Candidate, incumbent: Release, look: int) -> Evaluation:
+        made = await super().evaluate(candidate, incumbent, look)
+        if candidate.seq in self.broken:
+            raise MissingError(f"the files of release {candidate.seq} were removed")
+        return made
+
+
+@pytest.mark.parametrize(("broken", "better"), [({0, 1}, None), ({1}, 0)])
+async def test_a_past_that_cannot_be_measured_is_told_and_does_not_stop_the_watch(
+    world: World, broken: set[int], better: int | None
+) -> None:
+    _, _, two = await chain(world)
+    watch = vigil(world, Broken(broken, *([] if better is None else [better])))
+    await looked(watch)
+    await world.say(20, score=0.0)
+    for _ in range(2):  # the learner rests and looks again
+        with pytest.raises(MissingError):
+            await looked(watch)
+    shown = await looked(watch)
+    assert len(acts(world, "alarm")) == 1
+    if better is not None:  # the other one was measured
+        assert (world.head.operation, acts(world, "trouble")) == ("rollback", [])
+        return
+    assert world.head == two
+    assert shown["fall"]["falls"] == 1
+    (trouble,) = acts(world, "trouble")
+    assert trouble.reason == shown["fall"]["last"]
+    assert trouble.reason.startswith("earlier releases could not be measured: release 1: the files of release 1 were")
+    await world.say(30, score=-1.0)  # it goes on: the next fall is seen, too
+    with pytest.raises(MissingError):
+        await looked(watch)
+    assert len(acts(world, "alarm")) == 2
+
+
+def life(number: int, rates: Sequence[float], length: int) -> list[bool]:
+    """Whether each stretch raised an alarm; the first rate is that of the scores that say what is usual."""
+    draw, alarms = random.Random(number), []
+    comparison = Comparison("r", (), reports=length, first=length)
+    for place, rate in enumerate(rates):
+        for at in range(length):
+            receipt = f"{place}-{at}"
+            one = report(place * length + at, receipt, score=float(draw.random() < rate))
             comparison.add(one, {receipt: Source("r", None, "live")})
-            if comparison.over:
-                alarms, stretches = alarms + comparison.alarmed, stretches + 1
-                comparison = comparison.again()
-    assert stretches >= 400
-    assert alarms / stretches <= 0.05
+        if place:
+            alarms.append(comparison.alarmed)
+            comparison = comparison.again()
+    return alarms
+
+
+def test_scores_that_stay_as_they_were_are_a_fall_in_one_life_of_twenty_at_most() -> None:
+    """Also where the first scores were luck: each of 30 stretches is compared with the same ones."""
+    lives = [life(number, [0.6] * 31, 40) for number in range(200)]
+    assert sum(any(alarms) for alarms in lives) <= 10
+
+
+def test_a_fall_late_in_a_life_is_found_within_three_stretches() -> None:
+    found = [life(number, [0.7] * 10 + [0.35] * 3, 100) for number in range(20)]
+    assert sum(any(alarms[9:]) for alarms in found) >= 19
+    assert sum(any(alarms[:9]) for alarms in found) <= 1
 
 
 async def test_a_slow_decline_is_seen_against_the_beginning(world: World) -> None:
     await chain(world)
-    watch, draw = vigil(world), random.Random(1)
+    watch, draw = vigil(world, reports=20), random.Random(1)
     for rate in (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
-        for _ in range(10):
+        for _ in range(20):
             await world.say(1, score=float(draw.random() < rate))
     assert (await looked(watch))["fall"]["falls"] == 1
 

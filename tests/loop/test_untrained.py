@@ -14,7 +14,7 @@ import pytest
 
 from reef.core.nouns import Json, Record, Timing, Unit
 from reef.experience.holdout import Holdout
-from reef.experience.sessions import Sessions
+from reef.experience.sessions import UNREAD, Sessions
 from reef.experience.units import Signal
 from reef.loop.ledger import Ledger
 from reef.loop.untrained import Ground, Untrained
@@ -81,8 +81,18 @@ async def test_what_trained_and_was_turned_down_says_so(world: World) -> None:
     world.evaluator = Scripted(["reject"])
     first, _ = await world.say(2)
     await world.settle()
+    (look,) = world.ledger.looks(NAME)
     reason, said = await told(world, first)
-    assert (reason, said.endswith("which no release has yet")) == ("trained", True)
+    assert (reason, said.startswith("it trained the weights: step 1 of line ")) == ("turned down", True)
+    assert said.endswith(f", which was turned down: {look.reason}")
+
+
+async def test_what_trained_and_is_held_says_so(world: World) -> None:
+    world.options = {"mode": "review"}
+    first, _ = await world.say(2)
+    await world.settle()
+    reason, said = await told(world, first)
+    assert (reason, "which is held for a person" in said) == ("trained", True)
 
 
 async def test_what_waits_says_for_what(world: World) -> None:
@@ -182,8 +192,17 @@ async def test_of_two_parts_the_one_that_trained_or_waits_is_told(world: World) 
     (both,) = await world.say(1, feedback="Be brief.")
     (tool,) = await world.say(1)
     await world.settle()
-    assert (await told(world, both))[1].startswith("it trained the harness: step 1")
-    assert (await told(world, tool))[0] == "waits for a batch"
+    reason, said = await told(world, both)
+    trained, waits = said.split("; ")
+    assert (reason, trained.startswith("it trained the harness: step 1")) == ("trained", True)
+    assert waits == "it waits for a batch of the weights: 2 of 5 units are ready"
+    reason, said = await told(world, tool)
+    assert reason == "waits for a batch"
+    assert said == (
+        "it waits for a batch of the weights: 2 of 5 units are ready; the recipe for the harness learns from feedback,"
+        " and no report on it has that"
+    )
+    assert (await told(world, await answer(world)))[1] == "no report has come on it", "said once"
 
 
 async def test_a_judge_and_what_it_makes_nothing_of(world: World) -> None:
@@ -199,6 +218,31 @@ async def test_a_judge_and_what_it_makes_nothing_of(world: World) -> None:
     assert await told(world, first) == (
         "unjudged", f"the recipe's judge made nothing of it (report rep_{first})",
     )  # fmt: skip
+
+
+async def test_an_answer_that_went_on_twice_is_what_the_first_message_made_of_it(world: World) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Deaf(Listening):
+        signals: ClassVar[frozenset[Signal]] = frozenset({"next"})
+
+        async def assess(self, unit: Unit, ask: Asking) -> Json:
+            return 1.0 if unit.report.feedback == "keep" else None
+
+    async def goes_on(number: int, words: str, at: float) -> None:
+        asked = {"role": "user", "content": f"question {number}"}
+        said = {"role": "assistant", "content": f"answer {number}"}
+        body = json.dumps({"messages": [asked, said, {"role": "user", "content": words}]}).encode()
+        await answer(world, request=body, timing=Timing(at))
+
+    world.recipes, world.options = {"weights": Deaf(batch_size=9)}, {"ask": lambda *_: None}
+    waits, first = [await answer(world, timing=Timing(100.0, last=1.0)) for _ in range(2)]
+    await goes_on(0, "keep", 105.0)  # so that the log is read from here again
+    for words, at in (("thanks", 110.0), ("no", 120.0)):
+        await goes_on(1, words, at)
+        await world.settle()
+        assert (await told(world, first))[0] == "unjudged"
+    assert (await told(world, waits))[0] == "waits for a batch"
+    assert world.ledger.fates(NAME, "weights")["duplicate"] == 1
 
 
 async def test_turns_of_one_report(world: World) -> None:
@@ -224,6 +268,17 @@ async def test_next_messages(world: World) -> None:
     assert await told(world, second) != await told(world, last)
     tool = await answer(world, untrainable="a tool was called")
     assert await told(world, tool) == ("untrainable", "a tool was called")
+
+
+async def test_an_answer_that_could_not_be_read_stops_nothing(world: World) -> None:
+    world.recipes = {"weights": Listening(batch_size=9)}
+    bad = await answer(world, answer_id="\ud800")
+    first, _, _ = await talk(world, 3)
+    for _ in range(2):
+        assert await told(world, bad) == ("no session", UNREAD)
+        assert (await told(world, first))[0] == "waits for a batch"
+        await world.settle()
+    assert world.works["weights"].error is None
 
 
 async def test_a_message_that_came_late(world: World) -> None:
