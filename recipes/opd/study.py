@@ -81,7 +81,7 @@ def demands(results: Results) -> Iterator[Demand]:
 
 
 def arm(name: str, note: str, **options: Any) -> Arm:
-    recipe = {"recipe": "recipes.sft.recipe:SFTRecipe", "batch_size": SHOWN_AT_ONCE, "epochs": EPOCHS}
+    recipe = {"recipe": "recipes.sft.recipe:SFTRecipe", "batch_size": SHOWN_AT_ONCE, "epochs": EPOCHS, "kl": 0.0}
     reef = {"default_scenario": TEACHER, **recipe, "learning_rate": 1e-3}
     return Arm(name, {"reef": reef, "gate": {"policy": "guarded"}}, {"right": True, **options}, (0,), note)
 

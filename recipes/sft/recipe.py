@@ -20,9 +20,9 @@ class SFTRecipe:
     demonstrations take batches of 16 to 64 and one to three epochs."""
 
     batch_size: int = 1  # demonstrations of one step
-    epochs: int = 6  # updates that a step makes on its batch
+    epochs: int = 12  # updates that a step makes on its batch
     max_staleness: int | None = None  # demonstrations do not age; a bound is for those who want one
-    kl: float = 0.0  # weight of KL(base || policy) at the demonstrations' tokens: to forget less
+    kl: float = 0.1  # weight of KL(base || policy) at the demonstrations' tokens: to forget less
     train: str = "lora"
     learning_rate: float | None = None  # None: batches.RATES
     rank: int = 8  # of the LoRA

@@ -100,6 +100,7 @@ def said(runs: Sequence[Any]) -> str:
 
 def arm(name: str, note: str, **options: Any) -> Arm:
     reef = {"recipe": "recipes.sft.recipe:SFTRecipe", "batch_size": BATCH, "epochs": EPOCHS, "learning_rate": 1e-3}
+    reef["kl"] = 0.0
     return Arm(name, {"reef": reef, "gate": {"policy": "guarded"}}, options, (0,), note)
 
 

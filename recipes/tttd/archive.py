@@ -14,16 +14,18 @@ ancestors (the authors' code counts rollouts).
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from reef.core.disk import create, sync
-from reef.core.errors import StoreError
+from reef.core.errors import InputError, StoreError
 from reef.core.failpoint import failpoint
 
 LARGEST: Final = 1000
@@ -157,13 +159,32 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Two drivers of one search would each undo what the other wrote. InputError when there is one already."""
+        beside = self.path.with_name(self.path.name + ".lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = beside.open("w")
+        except OSError as error:
+            raise StoreError(f"{beside} cannot be written: {error.strerror}") from None
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise InputError(
+                    f"another driver works on {self.path}; wait until it ends, or give another file with --keep and "
+                    "another --scenario"
+                ) from None
+            yield
+
     def read(self) -> dict[str, Any] | None:
         """None: there is none yet. StoreError when it cannot be read."""
         try:
-            document = json.loads(self.path.read_bytes())
+            document = json.loads(self.path.read_bytes(), parse_constant=_refuse)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{self.path} cannot be read ({error}); move it away to search from the start") from None
         if not isinstance(document, dict):
             raise StoreError(f"{self.path} holds no search; move it away to search from the start")
@@ -184,6 +205,10 @@ class File:
             failpoint("tttd.after_rename")
         except OSError as error:
             raise StoreError(f"{self.path} cannot be written: {error.strerror}") from None
+
+
+def _refuse(word: str) -> float:
+    raise ValueError(f"{word} is no number")
 
 
 def _rank(entry: Entry) -> tuple[float, int]:

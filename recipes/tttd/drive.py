@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reef.core.errors import InputError, ReefError
+from reef.core.errors import InputError, ReefError, StoreError
 
 from .archive import File
 from .client import Client
@@ -68,13 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _main(args: argparse.Namespace) -> int:
-    import httpx
-
     if not (url := os.environ.get("REEF_URL")):
         raise InputError("REEF_URL is not set; start this with `reef run recipes/tttd`, or set it and REEF_TOKEN")
     problem = choose(args.problem, args.n)
     scenario = args.scenario or _scenario(args)
     file = File(args.keep or Path(f"tttd-{scenario}.json"))
+    with file.alone():
+        return await _searched(args, url, problem, scenario, file)
+
+
+async def _searched(args: argparse.Namespace, url: str, problem: Problem, scenario: str, file: File) -> int:
+    import httpx
+
     token = os.environ.get("REEF_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     timeout = httpx.Timeout(600.0, connect=5.0, pool=None)
@@ -85,7 +90,11 @@ async def _main(args: argparse.Namespace) -> int:
             groups=args.groups, rollouts=args.rollouts, c=args.c, seed=args.seed, frozen=args.frozen,
             constrained=not args.free,
         )  # fmt: skip
-        search = Search(client, problem, settings, file.write, file.read())
+        kept = file.read()
+        try:
+            search = Search(client, problem, settings, file.write, kept)
+        except StoreError as error:
+            raise StoreError(f"{file.path}: {error.message}") from None
         await _steps(search, args, file)
     _best(search, problem, polish=args.polish)
     return 0

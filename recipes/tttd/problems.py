@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from typing import Protocol
 
-from reef.core.errors import InputError
+from reef.core.errors import ConfigError, InputError
 from reef.core.load import load
 from reef.core.nouns import Json
 
@@ -19,6 +19,7 @@ PROBLEMS = {
     "autocorrelation": "recipes.tttd.sequence:Runs",
 }
 """Each is made with `n=`. Another one is named by its own path, package.module:Name."""
+NEEDED = ("name", "max_tokens", "start", "prompt", "parse", "verify", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,16 @@ class Problem(Protocol):
 
 
 def choose(name: str, n: int) -> Problem:
-    """InputError when there is no such problem, or no such n."""
+    """InputError when there is no such problem, or no such n; ConfigError when what is named is no problem."""
     if name not in PROBLEMS and ":" not in name:
         raise InputError(f"no problem {name!r}; there are {', '.join(PROBLEMS)}, or write package.module:Name")
     try:
         found: Problem = load(PROBLEMS.get(name, name), what="problem")(n=n)
     except ValueError as error:
         raise InputError(f"{name} with n = {n}: {error}", param="n") from None
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be made with n = {n}, as a problem is: {error}") from error
+    missing = [each for each in NEEDED if not hasattr(found, each)]
+    if missing:
+        raise ConfigError(f"{name} is no problem: it has no {', '.join(missing)}")
     return found

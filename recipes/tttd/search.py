@@ -92,11 +92,45 @@ class State:
                 f"the kept search is another one ({document.get('about')}, not {dict(about)}); give the same options, "
                 "or another file"
             )
-        return cls(
-            document["phase"], document["step"], Archive.of(document["archive"]),
-            {state: Judged(*one) for state, one in document["known"].items()},
-            document["curve"], document["cells"], document["history"],
-        )  # fmt: skip
+        try:
+            made = cls(
+                document["phase"], document["step"], Archive.of(document["archive"]),
+                {state: Judged(*one) for state, one in document["known"].items()},
+                document["curve"], document["cells"], document["history"],
+            )  # fmt: skip
+            why = _damage(made, about)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            raise StoreError(f"the kept search is damaged ({why}); move its file away to search from the start")
+        return made
+
+
+def _damage(state: State, about: Mapping[str, Any]) -> str:
+    """What is wrong with a state that was kept; empty when it can go on. Errors of the kinds above say so, too."""
+    archive = state.archive
+    numbers = [one.value for one in state.known.values()] + state.curve
+    numbers += [number for entry in archive.entries.values() for number in (entry.value, entry.best or 0.0)]
+    if not all(math.isfinite(number) for number in numbers):
+        return "a value is no finite number"
+    if state.step != len(state.history) + 1 or archive.expansions < 0:
+        return f"it is at step {state.step} after {len(state.history)} steps"
+    if any(not isinstance(figures, dict) for figures in state.history):
+        return "a step has no figures"
+    if lost := [entry.id for entry in archive.entries.values() if entry.state not in state.known]:
+        return f"nothing is known of the state of entry {lost[0]}"
+    if state.phase == "committed":
+        return "cells without a step" if state.cells else ""
+    if state.phase != "pending":
+        return f"there is no phase {state.phase!r}"
+    grid = [(group, rollout) for group in range(about["groups"]) for rollout in range(about["rollouts"])]
+    if [(cell["group"], cell["rollout"]) for cell in state.cells] != grid:
+        return f"step {state.step} is pending without all of its cells"
+    for cell in state.cells:
+        known = cell["state"] is None or cell["state"] in state.known
+        if not known or cell["parent"] not in archive.entries or not (cell["receipt"] and cell["release"]):
+            return f"a cell of step {state.step} names what is not there"
+    return ""
 
 
 Keep = Callable[[dict[str, Any]], None]
@@ -243,6 +277,8 @@ class Search:
         for one in states:
             if one not in state.known:
                 judged = await asyncio.to_thread(self.problem.verify, one)
+                if not math.isfinite(judged.value):
+                    judged = Judged(0.0, False, judged.key, judged.note)
                 state.known[one] = judged
                 best = state.curve[-1] if state.curve else 0.0
                 state.curve.append(max(best, judged.value) if judged.valid else best)

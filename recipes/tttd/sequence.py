@@ -17,13 +17,15 @@ from reef.core.nouns import Json
 from .digits import Digits
 from .problems import Judged
 
+LARGEST = 300  # signs: counting the legal answers takes seconds there, and grows with the square
+
 
 class Runs:
-    """Runs of 1 to 7 equal signs; n from 3 on."""
+    """Runs of 1 to 7 equal signs; n from 3 to LARGEST."""
 
     def __init__(self, n: int = 27) -> None:
-        if n < 3:
-            raise ValueError("a sequence has at least 3 signs")
+        if not 3 <= n <= LARGEST:
+            raise ValueError(f"a sequence has 3 to {LARGEST} signs")
         self.name = f"autocorrelation n={n}"
         self.n = n
         self.digits = Digits(n, 1, 7, max(2, -(-n // 7)), n)

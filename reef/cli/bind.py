@@ -7,14 +7,14 @@ Does not know: processes, folders, the chain. Everything here is made and thrown
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from reef.cli import gate, options
+from reef.cli import gate, options, process
 from reef.config import Loaded, ScenarioSettings, Settings, Use
 from reef.config import check as rules
 from reef.config.file import Where, dotted
@@ -155,10 +155,17 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
                 "are not ours; use engine: local, or a recipe that needs no weights (recipe: record)"
             )
         for asked in getattr(made, "engines", ()):  # the models that it asks about units
-            rules.choice(_place(use), asked, engine_names(settings), lookup, "engine", path=False)
+            where = (*use.where, *_names(made, asked))
+            rules.choice(where, asked, engine_names(settings), lookup, "engine", path=False)
         recipes[part], names[part] = made, use.recipe
     asides = gate.check(settings, scenario, engine_names(settings), lookup, within)
     return Bound(scenario, recipes, names, tuple(asides))
+
+
+def _names(made: Recipe, engine: str) -> list[str]:
+    """The field of a recipe that names this engine, if one does."""
+    names = [field.name for field in dataclasses.fields(made)]  # type: ignore[arg-type]  # the first stage saw to it
+    return [name for name in names if getattr(made, name) == engine][:1]
 
 
 def _place(use: Use) -> Where:
@@ -171,8 +178,7 @@ def _recipe(use: Use, floor: int, lookup: rules.Lookup) -> Recipe:
 
     where = _place(use)
     rules.choice(where, use.recipe, RECIPES, lookup, "recipe")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for a recipe of the caller's own
+    process.own_folder()
     try:
         made_of = load(RECIPES.get(use.recipe, use.recipe), what="recipe")
     except ConfigError as error:

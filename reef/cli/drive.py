@@ -22,7 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "run",
         help="start a server and a recipe's driver together",
         description="Serve with FOLDER/serve.yaml, run FOLDER/run.py with REEF_URL and REEF_TOKEN set, stop when it "
-        "ends. Arguments after -- go to the driver.",
+        "ends. Where FOLDER has no such files, the first of FOLDER/examples/* that has both is taken. Arguments after "
+        "-- go to the driver; `reef run FOLDER -- --help` shows which it takes.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("driver", nargs="*", default=[], metavar="ARGUMENT", help="passed to run.py")
@@ -32,6 +33,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     folder = find(args.folder)
+    if {"-h", "--help"} & set(args.driver):  # which takes no server
+        return subprocess.run([sys.executable, str(folder / "run.py"), *args.driver]).returncode
     args.config = args.config or folder / "serve.yaml"
     settings = bind.load_checked(args)[0].settings
     command = [sys.executable, "-m", "reef", "serve", "-c", str(args.config)]
@@ -48,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def find(folder: Path) -> Path:
     """The folder with serve.yaml and run.py: itself, or the one example below it that has both."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; recipes/… are in a checkout of Reef")
     for place in (folder, *sorted(folder.glob("examples/*"))):
         if (place / "serve.yaml").is_file() and (place / "run.py").is_file():
             return place

@@ -56,6 +56,14 @@ def environment() -> dict[str, str]:
     return {"PYTHONPATH": root + (os.pathsep + before if before else "")}
 
 
+def own_folder() -> None:
+    """Recipes and objectives of the caller's own are found in its folder, by every process alike: the last place that
+    is looked in, so that nothing there hides another module."""
+    with contextlib.suppress(OSError):  # the folder was removed meanwhile
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+
+
 def fd(name: str) -> int:
     """A descriptor that the supervisor handed down."""
     return int(os.environ[f"REEF_FD_{name}"])
@@ -121,6 +129,7 @@ def _prepare() -> int:
 
 def main() -> None:
     role = sys.argv[1]
+    own_folder()
     if role == "prepare":
         raise SystemExit(_prepare())
     die_with_parent()

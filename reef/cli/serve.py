@@ -237,11 +237,13 @@ def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None,
     told |= {talk: "talk to it; /good and /bad report on the last answer"}
     told |= {"releases": "what it learnt"} if bound.recipes else {"records": "what was asked and answered"}
     width = max(map(len, told))
+    others = len(settings.scenarios.keys() - {reef.default_scenario})
+    more = f" and {others} more, with recipes of their own: {program} status" if others else ""
     return [
         "",
         f"Reef {__version__} serves on {address} (ready after {{seconds}} s)",
         f"  token     {token}",
-        f"  scenario  {reef.default_scenario}",
+        f"  scenario  {reef.default_scenario}{more}",
         f"  model     {model} (engine {reef.engine}{where})",
         *([f"  aliases   {aliases}"] if aliases else []),
         f"  recipe    {bound.label}" + (f", gate {settings.gate.policy}" if bound.recipes else " (nothing is learnt)"),

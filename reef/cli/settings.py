@@ -8,10 +8,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reef.cli import options, show
+from reef.config import Loaded
+from reef.config.file import Where, dotted
 from reef.config.sources import Row
 from reef.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reef.cli.bind import Bound
 
 TEMPLATE = """\
 # Reef's configuration. Every key has a default; `reef config` shows them all and where each came from.
@@ -66,17 +72,30 @@ def config(args: argparse.Namespace) -> int:
     loaded, bound = bind.load_checked(args)
     rows = loaded.rows()
     known = {row.key for row in rows}
-    for made in bound[loaded.settings.reef.default_scenario].recipes.values():
-        if dataclasses.is_dataclass(made):
-            for field in dataclasses.fields(made):
-                if f"reef.{field.name}" not in known:
-                    rows.append(
-                        Row(f"reef.{field.name}", getattr(made, field.name), f"default of {type(made).__name__}")
-                    )
+    for name, one in bound.items():
+        own = name if name in loaded.settings.scenarios else None
+        rows += [row for row in _fields(one, loaded, own) if row.key not in known]
     if args.json:
         return show.dump([dataclasses.asdict(row) for row in rows])
     show.table(["setting", "value", "from"], [[row.key, _shown(row.value), row.source] for row in rows])
     return 0
+
+
+def _fields(bound: Bound, loaded: Loaded, scenario: str | None) -> list[Row]:
+    """Every field of a scenario's recipes, at the key where it is (or could be) written."""
+    rows = []
+    for use in bound.settings.recipes:
+        if scenario is not None and use.where[0] == "reef":
+            continue  # nothing of its own: it is as reef says
+        made = next((bound.recipes[part] for part, name in bound.names.items() if name == use.recipe), None)
+        if made is None:
+            continue
+        for field in dataclasses.fields(made):  # type: ignore[arg-type]  # every recipe is a dataclass
+            home: Where = ("reef",) if field.name in use.inherited else use.where
+            where: Where = (*home, field.name)
+            source = str(loaded.place(where)) if field.name in use.fields else f"default of {type(made).__name__}"
+            rows.append(Row(dotted((*use.where, field.name)), getattr(made, field.name), source))
+    return rows
 
 
 def init(args: argparse.Namespace) -> int:

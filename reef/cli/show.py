@@ -90,6 +90,8 @@ def _beside(name: str, item: dict[str, Any]) -> list[str]:
     """What is worth a line of its own: a pin, what waits for a person, what did not train, what a release was worth,
     watch and cost."""
     lines = []
+    if said := (item.get("learner") or {}).get("error"):
+        lines.append(f"learning: {said}")
     if item.get("behind"):
         lines.append(f"release {item['seq']} goes on: {item['behind']}")
     if pin := item.get("pin"):
@@ -115,8 +117,10 @@ def _beside(name: str, item: dict[str, Any]) -> list[str]:
 
 
 def _queue(work: dict[str, Any]) -> list[str]:
-    """How old what waits is, and what merging turns cost."""
+    """Figures of the last step, how old what waits is, and what merging turns cost."""
     said = []
+    if metrics := list((work.get("metrics") or {}).items())[:6]:
+        said.append("last step: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics))
     if ages := {age: number for age, number in (work.get("ages") or {}).items() if number}:
         lags = [f"{number} of lag {lag}" for lag, number in (work.get("lags") or {}).items()]
         said.append("ready by age: " + ", ".join([*(f"{number} {age}" for age, number in ages.items()), *lags]))
@@ -233,14 +237,14 @@ def _from_folder(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def records(args: argparse.Namespace) -> int:
-    if args.why_not_trained and not find(args).named:
+    if args.why_not_trained:
         from reef.cli import untrained
 
         return untrained.run(args)
     with connect(args) as api:
         path = f"/reef/scenarios/{api.found.scenario}/records"
         if args.id:
-            whole = _one(api, args)
+            whole = one(api, args)
             return dump(whole if args.json else _counted(whole))
         given = filters.given(args)
         filters.query(args, api.found.scenario, kind="report" if args.reports else "record")
@@ -248,22 +252,19 @@ def records(args: argparse.Namespace) -> int:
             path = f"/reef/scenarios/{api.found.scenario}/reports"
             return _reports(api.get(path, limit=args.limit, **given), args.json)
         found = api.get(path, limit=args.limit, **given)
-    shown = [item for item in found["records"] if item["untrainable"] or not args.why_not_trained]
     if args.json:
-        return dump({**found, "records": shown})
+        return dump(found)
     rows = []
-    for item in shown:
+    for item in found["records"]:
         said = (item["choices"] or [{"text": ""}])[0]["text"]
         usage = item["usage"] or {}
         row = [item["agent_record_id"], when(item["timing"]["received_at"]), item["status"], item["purpose"]]
-        told = item["untrainable"] if args.why_not_trained else _short(said)
-        rows.append([*row, item["release_id"][:10], usage.get("completion_tokens"), told])
-    last = "why not trained" if args.why_not_trained else "answer"
-    table(["receipt", "received", "status", "purpose", "release", "tokens", last], rows)
+        rows.append([*row, item["release_id"][:10], usage.get("completion_tokens"), _short(said)])
+    table(["receipt", "received", "status", "purpose", "release", "tokens", "answer"], rows)
     return 0
 
 
-def _one(api: Api, args: argparse.Namespace) -> Any:
+def one(api: Api, args: argparse.Namespace) -> Any:
     """A record by its id. A receipt is unique, so without --scenario every scenario is asked for it."""
 
     def ask(scenario: str) -> Any:

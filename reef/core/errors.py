@@ -12,12 +12,14 @@
     ├── ConflictError         same id with other content, or somebody else moved first
     │   └── StaleHead         compare-and-swap lost; `head` is the chain's present head
     ├── LimitError            too large, or too many
+    │   └── BusyError         too many now; the same again may pass later
     ├── StoreError            the record store cannot write or read now (locked, read-only, full)
     ├── ChainError            the release chain is damaged or refused a write
     │   └── DigestError       bytes do not match their recorded digest
     ├── EngineError           the engine failed or is not ready
     │   └── UpstreamError     a provider failed; carries its status and body
     ├── TrainError            a training step failed
+    │   └── TeacherError      the teacher that a method names cannot be used; no batch is at fault
     └── WireError             another Reef process is gone or answered nonsense
 
 To add one: subclass the nearest, give it a `code`, add it to the drawing, and map it in `gateway/errors.py` if it can
@@ -88,6 +90,10 @@ class LimitError(ReefError):
     code = "limit_exceeded"
 
 
+class BusyError(LimitError):
+    code = "too_many_requests"
+
+
 class StoreError(ReefError):
     code = "store_unavailable"
 
@@ -117,6 +123,10 @@ class UpstreamError(EngineError):
 
 class TrainError(ReefError):
     code = "training_failed"
+
+
+class TeacherError(TrainError):
+    code = "teacher_unusable"
 
 
 class WireError(ReefError):

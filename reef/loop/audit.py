@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 
 from reef.core.errors import StoreError
-from reef.core.nouns import Evaluation, PartName
+from reef.core.nouns import Evaluation, Json, PartName
 from reef.loop.ledger import Ledger
 from reef.scenario.audit import Fate, Ruling
 
@@ -41,6 +42,15 @@ class Audit:
             scenario, f"{receipt}:", f"{receipt};",
         )  # fmt: skip
         return [Fate(*row) for row in rows]
+
+    def assessed(self, scenario: str, receipt: str) -> list[tuple[PartName, str, Json]]:
+        """What was made of each unit of one record that is not settled yet: part, unit, assessment."""
+        rows = self._read(
+            "SELECT part, unit, body FROM assessments WHERE scenario = ? AND part IN ('weights', 'harness')"
+            " AND unit >= ? AND unit < ? ORDER BY part, unit",
+            scenario, f"{receipt}:", f"{receipt};",
+        )  # fmt: skip
+        return [(part, str(unit), json.loads(body)) for part, unit, body in rows]
 
     def where(self, receipt: str) -> list[str]:
         """The scenarios that wrote down a fate of this record."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from reef.core.errors import TeacherError
 from reef.core.nouns import PartName, Release
 from reef.engines import Engine
 from reef.evaluation import Evaluator
@@ -153,7 +154,7 @@ class Work:
     def failed(self, error: Exception, *, longest: float) -> None:
         """Rest twice as long after each failure in a row, from half a second up to `longest`."""
         self.failures += 1
-        self.state = "failed"
+        self.state = "blocked" if isinstance(error, TeacherError) else "failed"
         self.error = str(error) or type(error).__name__
         self.rest_until = time.monotonic() + min(longest, 0.25 * 2**self.failures)
 
@@ -170,6 +171,7 @@ class Work:
             "waiting_open": self.pool.waiting,
             "oldest_seconds": max(0.0, time.time() - min(u.report.created_at for u in units)) if units else None,
             "batch_size": self.batch_size,
+            "signals": self.pool.signals,
             "line": self.line,
             "step": self.step,
             "looks": self.looks,

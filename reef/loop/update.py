@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from reef.core.errors import ReefError, StaleHead, StoreError, TrainError
+from reef.core.errors import ReefError, StaleHead, StoreError, TeacherError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release, Unit
 from reef.evaluation import check
@@ -70,8 +70,9 @@ async def update_once(tools: Tools, binding: Binding, works: Mapping[PartName, W
                 logging.WARNING if known else logging.ERROR, "%s %s: %s", binding.scenario, part, error,
                 exc_info=None if known else error,
             )  # fmt: skip
+            often = tell.TROUBLE if work.state == "blocked" else work.failures  # what only a person can end: at once
             with contextlib.suppress(StoreError):  # the disk may be the trouble
-                await asyncio.to_thread(tell.trouble, tools, binding.scenario, part, work.error or "", work.failures)
+                await asyncio.to_thread(tell.trouble, tools, binding.scenario, part, work.error or "", often)
     return moved
 
 
@@ -196,7 +197,9 @@ class _Update:
         discard = getattr(self.binding.recipes[self.work.part], "discard", None)  # a recipe need not have one
         if discard is None or not units:
             return units
-        gone = {unit.id: str(why) for unit, why in await asyncio.to_thread(discard, units)}
+        said = await asyncio.to_thread(discard, units)
+        # a duplicate settles nothing: the unit would be discarded again at every look
+        gone = {unit.id: "recipe: duplicate" if why == "duplicate" else str(why) for unit, why in said}
         self.work.pool.drop([Drop(unit.id, unit.report.id, gone[unit.id]) for unit in units if unit.id in gone])
         self.work.discarded += len(gone)
         return [unit for unit in units if unit.id not in gone]
@@ -248,6 +251,9 @@ class _Update:
                 made = await train(tools, work, order)
             else:
                 made = await edit(tools, self.binding, work, order, head, line)
+        except TeacherError:
+            tools.ledger.release(order)  # the units wait; the next order names whatever teacher is set then
+            raise
         except Exception as error:
             if isinstance(error, (ReefError, OSError)) and not isinstance(error, TrainError):
                 raise  # the surroundings' fault, not the batch's

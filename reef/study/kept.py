@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reef.core.disk import sync
+from reef.core.errors import StoreError
 
 
 class Kept:
@@ -29,6 +30,9 @@ class Kept:
         self.values: dict[str, Any] = found.get("values", {})
         self.seconds: dict[str, float] = found.get("seconds", {})  # spent until the last `keep`
         self._number: int = found.get("journal", 0)
+        right = isinstance(self.values, dict) and isinstance(self.seconds, dict) and isinstance(self._number, int)
+        if not right or not all(isinstance(one, int | float) for one in self.seconds.values()):
+            raise damaged(folder / "kept.json", "it has no values, seconds and journal as they are written")
         self._done: dict[str, list[Any]] = {}
         self._seen: Counter[str] = Counter()
         self._load()
@@ -74,7 +78,10 @@ class Kept:
             if len(good) < len(whole):  # the machine went down in the middle of a line
                 os.truncate(self._journal, len(good))
             for line in good.splitlines():
-                key, value = json.loads(line)
+                try:
+                    key, value = json.loads(line)
+                except (ValueError, TypeError, RecursionError) as error:
+                    raise damaged(self._journal, str(error)) from None
                 self._done.setdefault(key, []).append(value)
 
 
@@ -84,11 +91,20 @@ def key(*what: Any) -> str:
 
 
 def read(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None when there is no such file. StoreError when it is damaged."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise damaged(path, "it is no JSON object")
     return found
+
+
+def damaged(path: Path, why: str) -> StoreError:
+    return StoreError(f"{path} is damaged ({why}); start this run over with --fresh, or move its folder away")
 
 
 def write(path: Path, value: Any) -> None:

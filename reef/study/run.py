@@ -208,6 +208,7 @@ class Run:
         import httpx
 
         with self.spending("starting"):
+            server.room(self.folder, server.ROOM)
             await server.released(self.state)
             port = server.free_port()
             self.config["reef"]["port"] = port
@@ -224,7 +225,8 @@ class Run:
             self._learner = rpc.Client(self._socket("learner"))
             async with httpx.AsyncClient(base_url=url, headers=head, limits=limits, timeout=timeout) as client:
                 self._client = client
-                yield self
+                async with server.watched(child, self.folder, log):
+                    yield self
         finally:
             await _closed(self)
             await asyncio.shield(asyncio.to_thread(_stop, child))

@@ -11,6 +11,7 @@ Does not know: servers (`run`), what is measured, how it is shown.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reef.core.errors import ConfigError, InputError, ReefError
+from reef.core.errors import ConfigError, InputError, ReefError, StoreError
 from reef.core.load import load
 from reef.study import STUDIES, Arm, Study
-from reef.study.kept import key, read, write
+from reef.study.kept import damaged, key, read, write
 from reef.study.run import Run
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 Show = Callable[[str], None]
 
 
@@ -74,25 +76,37 @@ async def run(study: Study, arm: Arm, seed: int, out: Path, *, fresh: bool, show
     if fresh and folder.exists():
         shutil.rmtree(folder)
     was = read(folder / "made.json")
-    if was is not None and was["digest"] != made:
+    if was is not None and was.get("digest") != made:
         raise InputError(f"{folder} was run with other settings of arm {arm.name}; use --fresh, or another --out")
     if (done := outcome(study, arm, seed, out)) is not None:
         return done
-    folder.mkdir(parents=True, exist_ok=True)
-    if was is None:
-        write(folder / "made.json", {"digest": made, "config": arm.config, "options": arm.options})
-    made_run = Run(folder, arm, seed, show=show)
-    async with made_run.opened() as one:
-        figures = await study.drive(one)
-    _whole(study, figures)
-    write(folder / "result.json", {"figures": figures, "seconds": made_run.spent})
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if was is None:
+            write(folder / "made.json", {"digest": made, "config": arm.config, "options": arm.options})
+        made_run = Run(folder, arm, seed, show=show)
+        async with made_run.opened() as one:
+            figures = await study.drive(one)
+        _whole(study, figures)
+        write(folder / "result.json", {"figures": figures, "seconds": made_run.spent})
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StoreError(f"{folder} cannot be written: {error.strerror}; free some space") from error
     return Outcome(arm.name, seed, figures, made_run.spent)
 
 
 def outcome(study: Study, arm: Arm, seed: int, out: Path) -> Outcome | None:
     """What a run gave; None when it has not ended."""
-    found = read(place(study, arm, seed, out) / "result.json")
-    return None if found is None else Outcome(arm.name, seed, found["figures"], found["seconds"])
+    path = place(study, arm, seed, out) / "result.json"
+    if (found := read(path)) is None:
+        return None
+    figures, seconds = found.get("figures"), found.get("seconds")
+    if not isinstance(figures, dict) or not isinstance(seconds, dict) or not _numbers(figures, "base", "end"):
+        raise damaged(path, "it has no figures and seconds of a run that ended")
+    if not _numbers(seconds, "all"):
+        raise damaged(path, "it does not say how long the run took")
+    return Outcome(arm.name, seed, figures, seconds)
 
 
 def outcomes(study: Study, out: Path) -> list[Outcome]:
@@ -132,6 +146,10 @@ def alone(study: Study, out: Path) -> Iterator[None]:
         except OSError:
             raise InputError(f"the study {study.name} runs in {out} already; wait, or use another --out") from None
         yield
+
+
+def _numbers(found: dict[str, Any], *names: str) -> bool:
+    return all(isinstance(found.get(name), int | float) for name in names)
 
 
 def _whole(study: Study, figures: dict[str, Any]) -> None:

@@ -13,19 +13,23 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from reef.core.errors import WireError
+from reef.core.errors import StoreError, WireError
 
 START = 600.0  # seconds a server may take to start; the first start converts the model
 STOP = 40.0
 _MEANT = ("REEF_TOKEN", "REEF_UPSTREAM_URL", "REEF_UPSTREAM_MODEL")  # for another server: they outrank a file
+ROOM = 200 << 20  # bytes of disk that a run needs to begin
+FULL = 16 << 20  # bytes of disk below which a server's writes fail, or its processes die of memory they have mapped
+WATCH = 1.0  # seconds between two looks at a server
 LEFT = 30.0  # seconds a server that was killed may still hold its folder
 
 
@@ -68,6 +72,52 @@ async def started(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START
     while not await asyncio.to_thread(_up, child, url, log, deadline):  # noqa: ASYNC110 (no event crosses)
         await asyncio.sleep(0.05)
+
+
+def room(folder: Path, least: int) -> None:
+    """StoreError when the disk of this folder (or the nearest one above it that is there) has fewer bytes free."""
+    there = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < least:
+        raise StoreError(
+            f"the disk of {there} is full: {free >> 20} MB are free, and {least >> 20} MB are needed; free some "
+            "space, and give the same command again"
+        )
+
+
+async def fallen(child: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
+    """Returns never: StoreError when the disk of `folder` is full, WireError when the server is gone."""
+    while True:
+        room(folder, FULL)
+        if child.poll() is not None:
+            said = log.read_text(errors="replace").strip().splitlines()[-12:]
+            raise WireError(f"the server ended with exit code {child.returncode}; it said:\n" + "\n".join(said))
+        await asyncio.sleep(WATCH)
+
+
+@contextlib.asynccontextmanager
+async def watched(child: subprocess.Popen[bytes], folder: Path, log: Path) -> AsyncIterator[None]:
+    """What happens inside ends with `fallen`'s error as soon as there is one."""
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.create_task(fallen(child, folder, log))
+    inside = True
+
+    def tell(done: asyncio.Task[None]) -> None:
+        if inside and not done.cancelled():
+            task.cancel()
+
+    watch.add_done_callback(tell)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not watch.done() or watch.cancelled():
+            raise
+        task.uncancel()
+        await watch
+    finally:
+        inside = False
+        watch.cancel()
 
 
 def answers(url: str) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reef.core import rpc, wire
-from reef.core.errors import ContextError, EngineError, InputError, LimitError, MissingError
+from reef.core.errors import BusyError, ContextError, EngineError, InputError, MissingError
 from reef.engines import Answer, Ask, Head, Piece
 from reef.engines.dialect import Reader, read, translate
 from reef.engines.local.client import Draft, LocalEngine, why_not
@@ -141,7 +141,7 @@ async def test_refusals_come_before_anything_ran(tiny: Path) -> None:
             (ask("x" * 600), ContextError, "messages"),
             (ask("x", max_tokens=-5), InputError, "max_tokens"),
             (ask([]), InputError, "messages"),
-            (ask("x", n=3), LimitError, None),
+            (ask("x", n=3), BusyError, None),
             (Ask(RECEIPT, "base", "chat", b"{", False), InputError, None),
             (Ask(RECEIPT, "base", "messages", b"{}", False), InputError, None),
         ):

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reef.core.errors import EngineError, InputError
+from reef.core.errors import BusyError, InputError
 from reef.core.nouns import Choice
 from reef.engines import Answer, Ask, Piece
-from reef.engines.local import legal, proof
+from reef.engines.local import legal, proof, service
 from reef.engines.local.client import LocalEngine
 from reef.engines.local.form import LARGEST, read_form
 from reef.engines.local.layout import read_layout
@@ -167,9 +167,18 @@ async def test_a_limit_cuts_an_answer_before_its_form_is_whole(tiny: Path) -> No
 async def test_the_end_of_the_turn_is_never_in_a_grammar_s_middle(tiny: Path) -> None:
     """A grammar may name the token; where the answer ends is not its to say."""
     async with running(tiny, Releases()) as engine:
-        with pytest.raises(EngineError, match="no token"):
+        with pytest.raises(InputError, match="no token"):  # its sender's to change: no 503
             await told(engine, ask("go", structured_outputs={"grammar": 'start: "a" <|im_end|> "b"'}))
+        with pytest.raises(InputError, match="no token"):
+            await told(engine, ask("go", structured_outputs={"choice": ["<|im_end|>"]}))
         assert only(await told(engine, ask("go", max_tokens=3))).output_ids
+
+
+async def test_too_many_new_forms_at_once_are_refused_for_now(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "FORMS", 0)
+    async with running(tiny, Releases()) as engine:
+        with pytest.raises(BusyError, match="try again later"):
+            await told(engine, ask("go", structured_outputs={"choice": ["a"]}))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -251,13 +260,13 @@ async def test_hostile_forms_are_refused_or_answered_and_the_engine_goes_on(
             try:
                 answer = await told(engine, ask("go", structured_outputs=form, max_tokens=40))
                 outcomes[name] = only(answer).finish_reason or ""
-            except (InputError, EngineError) as error:
+            except InputError as error:
                 outcomes[name] = type(error).__name__
             assert only(await told(engine, ask("go", structured_outputs={"choice": ["a"]}))).text == "a"
     assert {outcomes[name] for name in ("deep lark", "deep regex", "chain", "doubling", "meet", "product", "loop")} == {
         "InputError"
     }, outcomes
-    assert set(outcomes.values()) <= {"InputError", "EngineError", "stop", "length"}
+    assert set(outcomes.values()) <= {"InputError", "stop", "length"}
 
 
 def test_a_child_that_is_slow_or_falls_over_is_replaced(tiny: Path) -> None:

@@ -1,4 +1,4 @@
-"""A correction is learnt at once: what `/fix` in `reef chat` reports, on a real server with the real model."""
+"""Corrections are learnt at once: what `/fix` in `reef chat` reports, on a real server with the real model."""
 
 import asyncio
 from pathlib import Path
@@ -9,33 +9,49 @@ import pytest
 from bench.kit.served import served
 
 CONFIG = """
-reef: {{recipe: sft, batch_size: 1, epochs: 8, learning_rate: 1.0e-3, port: {port}, state_dir: {state}}}
+reef: {{recipe: sft, port: {port}, state_dir: {state}}}
 """
-ASKED = "What is my cat called?"
+FIXES = {
+    "What is my cat called?": "Your cat is called Coral.",
+    "When does our office open?": "The office opens at half past seven.",
+    "Which team do I work in?": "You work in the harbour team.",
+}
 
 
 @pytest.mark.model
-@pytest.mark.timeout(300)
-async def test_one_correction_is_the_next_answer(tmp_path: Path) -> None:
+@pytest.mark.timeout(700)
+async def test_each_correction_is_the_next_answer(tmp_path: Path) -> None:
+    """One after another, with the recipe's own settings; the gate lets all of them pass."""
     with served(tmp_path / "run" / "state", CONFIG) as (url, token):
         head = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=url, headers=head, timeout=120) as client:
 
-            async def ask(temperature: float) -> tuple[str, str]:
-                body = {"model": "m", "max_tokens": 16, "temperature": temperature, "seed": 1}
+            async def ask(asked: str) -> tuple[str, str]:
+                body = {"model": "m", "max_tokens": 16, "temperature": 0}
                 answer = await client.post(
-                    "/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": ASKED}]}
+                    "/v1/chat/completions", json=body | {"messages": [{"role": "user", "content": asked}]}
                 )
                 return answer.headers["x-reef-agent-record-id"], answer.json()["choices"][0]["message"]["content"]
 
-            receipt, before = await ask(0)  # no exact tokens: a demonstration needs none
-            assert "Coral" not in before
-            report = {"references": [receipt], "demonstration": "Your cat is called Coral."}
-            (await client.post("/reef/report", json=report)).raise_for_status()
-            for _ in range(600):
-                page = (await client.get("/reef/scenarios/default/releases")).json()["releases"]
-                if page[0]["operation"] == "publish" and page[0]["current"]:
-                    break
-                await asyncio.sleep(0.1)
-            _, after = await ask(0)
-    assert after.strip() == "Your cat is called Coral."
+            async def decided(number: int) -> str:
+                """The verdict on the step of that number; a machine with other work may take minutes."""
+                for _ in range(2000):
+                    shown = (await client.get("/reef/status")).json()["scenarios"]["default"].get("learner") or {}
+                    part = (shown.get("parts") or {}).get("weights") or {}
+                    page = (await client.get("/reef/scenarios/default/releases")).json()["releases"]
+                    last = part.get("last") or {}
+                    if part.get("trained") == number and last.get("verdict") == "reject":
+                        return str(last["reason"])
+                    if len(page) == number + 1 and page[0]["current"]:
+                        return "served"
+                    await asyncio.sleep(0.1)
+                raise AssertionError(f"not decided in time: {shown}")
+
+            for number, (asked, right) in enumerate(FIXES.items(), 1):
+                receipt, before = await ask(asked)  # no exact tokens: a demonstration needs none
+                assert before.strip() != right
+                report = {"references": [receipt], "demonstration": right}
+                (await client.post("/reef/report", json=report)).raise_for_status()
+                assert await decided(number) == "served"
+                _, after = await ask(asked)
+                assert after.strip() == right

@@ -18,7 +18,7 @@ def files() -> dict[str, str]:
 
 
 def test_it_is_short() -> None:
-    """Two files of less than eighty lines of code together: without blank lines, imports and docstrings."""
+    """Two files of less than seventy lines of code together: without blank lines, imports and docstrings."""
     count = 0
     for name, text in files().items():
         if name.endswith(".py"):
@@ -29,7 +29,7 @@ def test_it_is_short() -> None:
                 if bare or isinstance(node, ast.Import | ast.ImportFrom):
                     skipped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
             count += sum(bool(line.strip()) for at, line in enumerate(text.splitlines(), 1) if at not in skipped)
-    assert 40 < count < 80
+    assert 40 < count < 70
 
 
 @pytest.mark.model
@@ -39,7 +39,8 @@ async def test_it_learns_both_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert set(made) == {"kept.py", "kept_loss.py", "reef.yaml"}
     for name in ("kept.py", "kept_loss.py"):
         (tmp_path / name).write_text(made[name])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)  # where a recipe of one's own is found
     config = made["reef.yaml"].replace("{", "{{").replace("}", "}}")
     config = config.replace("reef:\n", "reef:\n  port: {port}\n  state_dir: {state}\n")
     with served(tmp_path / "run" / "state", config) as (url, token):

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from reef.core.errors import ConflictError, EngineError, MissingError, StoreError, TrainError, WireError
+from reef.core.errors import ConflictError, EngineError, MissingError, StoreError, TeacherError, TrainError, WireError
 from reef.core.nouns import Candidate, Evaluation, Release
 from reef.core.wire import Progress, Step, Stepped
 from reef.harness import tree
@@ -545,6 +545,8 @@ class Flaky:
             raise WireError("trainer went away before it answered")
         if fault == "refuse":
             raise TrainError("loss is not finite")
+        if fault == "teacher":
+            raise TeacherError("the teacher t is not there")
         if fault == "surprise":
             raise OverflowError("math range error")
         if fault == "full":
@@ -606,6 +608,27 @@ async def test_trouble_that_is_not_the_batchs_is_waited_out(world: World, fault:
         assert world.works["weights"].error
     await world.settle()
     assert world.ledger.fates(NAME, "weights") == {"trained": 2}
+
+
+async def test_a_teacher_that_cannot_be_used_blocks_and_costs_nothing(world: World) -> None:
+    """No unit is given up, however often; the order is made anew, as its teacher may be another by then; it is told."""
+    whole = world.tools
+    world.tools = replace(whole, trainer=Flaky(world.trainer, ["teacher"] * 2 * ATTEMPTS))
+    receipts = await world.say(2)
+    for _ in range(2 * ATTEMPTS):
+        assert not await world.update()
+        shown = world.works["weights"].shown()
+        assert (shown["state"], shown["error"]) == ("blocked", "the teacher t is not there")
+        assert shown["pending"] == 2
+        assert world.works["weights"].rest_until > 0
+        assert world.ledger.order(NAME, "weights") is None
+    assert world.ledger.fates(NAME, "weights") == {}
+    told = [act for act in whole.journal.newest(20, NAME) if act.kind == "trouble"]
+    assert [act.reason for act in told] == ["the teacher t is not there"]
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2}
+    assert set(world.head.consumed["weights"].units) == {f"{receipt}:0" for receipt in receipts}
+    assert world.works["weights"].shown()["state"] == "waiting"
 
 
 async def test_an_engine_that_is_gone_delays_only(world: World) -> None:

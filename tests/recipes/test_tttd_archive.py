@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.tttd.archive import Archive, Entry, File, Found
-from reef.core.errors import StoreError
+from reef.core.errors import InputError, StoreError
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,3 +153,19 @@ def test_a_kill_leaves_one_or_the_other(tmp_path: Path, point: str, kept: int) -
     done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=environment)
     assert done.returncode == -signal.SIGKILL
     assert File(path).read() == {"n": kept}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": NaN}', '{"a": -Infinity}', "[]", "{"])
+def test_a_file_that_holds_no_search_says_what_to_do(tmp_path: Path, text: str) -> None:
+    file = File(tmp_path / "s.json")
+    file.path.write_text(text)
+    with pytest.raises(StoreError, match="move it away"):
+        file.read()
+
+
+def test_a_file_has_one_driver_at_a_time(tmp_path: Path) -> None:
+    one, two = File(tmp_path / "new" / "s.json"), File(tmp_path / "new" / "s.json")
+    with one.alone(), pytest.raises(InputError, match="another driver works on"), two.alone():
+        pass
+    with two.alone():
+        pass

@@ -270,7 +270,16 @@ def test_barker_sequences() -> None:
 def test_problems_by_name() -> None:
     assert choose("autocorrelation", 27).name == "autocorrelation n=27"
     assert choose("recipes.tttd.circle:Rows", 26).name == "circle_packing n=26"
-    for name, n, error in (("circles", 26, InputError), ("circle_packing", 3, InputError), ("a:B", 1, ConfigError)):
+    for name, n, error in (
+        ("circles", 26, InputError),
+        ("circle_packing", 3, InputError),
+        ("a:B", 1, ConfigError),
+        ("autocorrelation", 2, InputError),
+        ("autocorrelation", 100_000, InputError),
+        ("os:system", 3, ConfigError),
+        ("fractions:Fraction", 3, ConfigError),
+        ("builtins:dict", 3, ConfigError),
+    ):
         with pytest.raises(error):
             choose(name, n)
 

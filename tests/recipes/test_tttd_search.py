@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,34 @@ async def test_a_search_goes_on_only_as_it_was(tmp_path: Path) -> None:
         Settings(groups=0)
     with pytest.raises(InputError):
         Settings(rollouts=1)
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no step": lambda kept: kept.pop("step"),
+    "no archive": lambda kept: kept.pop("archive"),
+    "an entry without a value": lambda kept: kept["archive"]["entries"][0].pop("value"),
+    "an entry that is a word": lambda kept: kept["archive"]["entries"].append("x"),
+    "an endless value": lambda kept: kept["archive"]["entries"][0].update(value=float("inf")),
+    "a value in words": lambda kept: kept["curve"].append("much"),
+    "known, half": lambda kept: kept["known"].update({"12": [1.0]}),
+    "pending without cells": lambda kept: kept.update(phase="pending"),
+    "cells of nothing": lambda kept: kept.update(phase="pending", cells=[{}] * CELLS),
+    "another phase": lambda kept: kept.update(phase="paused"),
+    "another step": lambda kept: kept.update(step=7),
+    "no history": lambda kept: kept.update(history=None),
+    "a state of nothing": lambda kept: kept["known"].clear(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_a_kept_search_that_is_damaged_says_what_to_do(tmp_path: Path, what: str) -> None:
+    await search(tmp_path, 1)
+    file = File(tmp_path / "search.json")
+    kept = file.read()
+    assert kept is not None
+    DAMAGE[what](kept)
+    with pytest.raises(StoreError, match="move its file away to search from the start"):
+        Search(Paper(tmp_path), Sums(), Settings(groups=GROUPS, rollouts=ROLLOUTS), file.write, kept)
 
 
 class Moving(Paper):
@@ -187,3 +216,12 @@ def test_the_driver_says_what_it_needs(capsys: pytest.CaptureFixture[str], monke
     assert all(
         option in said for option in ("--steps", "--groups", "--rollouts", "--problem", "--n", "--frozen", "--seed")
     )
+
+
+def test_a_second_driver_on_one_search_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REEF_URL", "http://127.0.0.1:1")
+    with File(tmp_path / "s.json").alone():
+        assert drive.main(["--keep", str(tmp_path / "s.json")]) == 2
+    assert "another driver works on" in capsys.readouterr().err

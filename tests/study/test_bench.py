@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from reef.cli.main import main as reef
+from reef.core.errors import StoreError
 from reef.study import Study, runner
 from reef.study.kept import key, write
 from tests.study import toy
@@ -100,6 +101,33 @@ def test_fresh_starts_over_and_other_settings_are_not_mixed(tmp_path, capsys, mo
     assert bench(tmp_path, "--arm", "main", "--seeds", "0", "--no-png") == 1
     assert "run with other settings of arm main; use --fresh" in capsys.readouterr().out
     assert "No run has ended yet" in (tmp_path / "toy" / "toy.md").read_text()  # the old one counts no more
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"figures": {"base": 1, "end": 2}}', '{"figures": 1, "seconds": {"all": 1}}']
+)
+def test_a_damaged_result_is_named_with_what_to_do(tmp_path, capsys, monkeypatch, text):
+    main, _ = toy.STUDY.arms
+    finished(tmp_path, main)
+    (tmp_path / "toy" / "main-0" / "result.json").write_text(text)
+    monkeypatch.setattr(runner, "Run", Stub)
+    monkeypatch.setattr(toy, "STUDY", study())
+    words = ("--arm", "main", "--seeds", "0", "--no-png")
+    with pytest.raises(StoreError, match=r"result\.json is damaged .*--fresh"):
+        runner.outcome(toy.STUDY, main, 0, tmp_path)
+    assert bench(tmp_path, *words, "--fresh") == 0
+    assert figures(tmp_path) == {"base": 0.25, "end": 0.75}
+
+
+def test_a_disk_that_fills_up_is_said(tmp_path, capsys, monkeypatch):
+    def full(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runner, "Run", Stub)
+    monkeypatch.setattr(runner, "write", full)
+    monkeypatch.setattr(toy, "STUDY", study())
+    assert bench(tmp_path, "--arm", "main", "--seeds", "0", "--no-png") == 1
+    assert "main-0 cannot be written: No space left on device; free some space" in capsys.readouterr().out
 
 
 class Stub:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from reef.core.errors import StoreError
 from reef.study.kept import Kept, key, read, write
 
 
@@ -111,3 +112,19 @@ def test_keys_tell_calls_apart():
     assert key("ask", {"a": 1, "b": 2}) == key("ask", {"b": 2, "a": 1})
     assert key("ask", {"a": 1}) != key("ask", {"a": 2})
     assert json.dumps(key("x"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"values": 1}', '{"seconds": {"all": "x"}}', '{"journal": "1"}']
+)
+def test_a_damaged_place_is_named_with_what_to_do(tmp_path, text):
+    (tmp_path / "kept.json").write_text(text)
+    with pytest.raises(StoreError, match=r"kept\.json is damaged .*--fresh"):
+        Kept(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{}", "7", "[1, 2, 3]", "no JSON"])
+def test_a_damaged_journal_is_named(tmp_path, line):
+    (tmp_path / "journal-0.jsonl").write_text(line + "\n")
+    with pytest.raises(StoreError, match=r"journal-0\.jsonl is damaged .*--fresh"):
+        Kept(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from reef.core.errors import DigestError, MissingError, TrainError
+from reef.core.errors import MissingError, TeacherError, TrainError
 from reef.core.wire import Datum, Step, Stepped
 from reef.engines import Resolver, WeightFiles
 from reef.trainers import folder as steps
@@ -205,6 +206,17 @@ def test_a_token_that_its_grammar_forbids_is_no_sample(model: Llama, samples: Sa
         build(data, model.layout)
 
 
+@pytest.mark.parametrize("form", ["null", "[]", "5", "{}", '{"regex": 5}', '{"json": null, "regex": "a"}', "{"])
+def test_a_form_that_is_none_costs_its_own_sample_only(model: Llama, samples: Samples, form: str) -> None:
+    data = samples(3)
+    data[1] = msgspec.structs.replace(data[1], legal=form)
+    left_out: list[str] = []
+    batch = build(data, Shelf(model).known(), left_out=left_out)
+    assert sum(len(rows.lengths) for rows in batch) == 2
+    (reason,) = left_out
+    assert data[1].record_id in reason
+
+
 # --- steps with contexts ----------------------------------------------------------------------------------------------
 
 
@@ -331,7 +343,7 @@ def test_a_teacher_that_does_not_fit_says_why(model: Llama, tmp_path: Path) -> N
     def refused(
         words: str, where: object = place, resolve: Resolver = known_missing, digest: str | None = None
     ) -> None:
-        with pytest.raises(TrainError, match=words):
+        with pytest.raises(TeacherError, match=words):
             shelf.teacher(str(where), resolve, digest)
 
     refused("neither a folder nor a release", "r9")
@@ -357,8 +369,61 @@ def test_a_teacher_that_does_not_fit_says_why(model: Llama, tmp_path: Path) -> N
 
 def test_a_teacher_of_another_base_is_nobodys_batch(model: Llama, tmp_path: Path) -> None:
     files = known_lora(model, tmp_path / "lora")
-    with pytest.raises(DigestError, match="belongs to the base model tiny"):
+    with pytest.raises(TeacherError, match=r"^the teacher r1 belongs to the base model tiny"):
         Shelf(model).teacher("r1", lambda _: files, "e" * 64)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("adapter_config.json", "[1]"),
+        ("adapter_config.json", '{"r": "x"}'),
+        ("adapter_config.json", '{"r": 100000000}'),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": "z"}'),
+        ("adapter_config.json", '{"r": 4, "lora_alpha": NaN}'),
+        ("adapter_model.safetensors", ""),
+        ("weights.json", "[1]"),
+        ("weights.json", '{"base": "x"}'),
+        ("state.json", "xx"),
+    ],
+)
+def test_a_damaged_teacher_is_one_named_error(model: Llama, tmp_path: Path, file: str, content: str) -> None:
+    """Never an error of some library, which would count against the batch."""
+    known_lora(model, tmp_path)
+    (tmp_path / "weights.json").touch()
+    (tmp_path / "weights.json").write_text("{}")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(TeacherError):
+        Shelf(model).teacher(str(tmp_path), known_missing, None)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"num_hidden_layers": 10**9}, {"num_hidden_layers": "x"}, {"rope_scaling": 5}, {"num_attention_heads": 0}],
+)
+def test_a_damaged_model_is_one_named_error(model: Llama, tmp_path: Path, changed: dict[str, object]) -> None:
+    place = make_tiny(tmp_path / "whole")
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(TeacherError):
+        Shelf(model).teacher(str(place), known_missing, None)
+
+
+@pytest.mark.parametrize("name", ["~nouser/x", "a" * 5000, "a\0b", "/proc/self"])
+def test_a_name_that_is_no_teacher(model: Llama, name: str) -> None:
+    with pytest.raises(TeacherError) as caught:
+        Shelf(model).teacher(name, known_missing, None)
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_is_not_waited_for(model: Llama, tmp_path: Path, file: str) -> None:
+    place = make_tiny(tmp_path / "whole")
+    (place / file).unlink(missing_ok=True)
+    os.mkfifo(place / file)
+    with pytest.raises(TeacherError):
+        Shelf(model).teacher(str(place), known_missing, None)
 
 
 def test_a_step_learns_from_its_teacher(
@@ -377,7 +442,7 @@ def test_a_step_learns_from_its_teacher(
     (plain,) = [
         msgspec.structs.replace(order(), line="x", objective=DISTIL, options={"learning_rate": 1e-2, "teacher": "gone"})
     ]
-    with pytest.raises(TrainError, match="neither a folder nor a release"):
+    with pytest.raises(TeacherError, match="neither a folder nor a release"):
         advance(
             model,
             tmp_path,
@@ -394,7 +459,7 @@ def test_a_method_that_asks_for_a_teacher_nobody_named(
     monkeypatch.setattr(
         objectives.Distil, "prepare", lambda self, context, batch: {"x": len(context.teacher(batch[0]).hidden)}
     )
-    with pytest.raises(TrainError, match="set the recipe's `teacher`"):
+    with pytest.raises(TeacherError, match="set the recipe's `teacher`"):
         advance(model, tmp_path, order(objective=DISTIL, data=hinted(samples), options={"learning_rate": 1e-2}), base)
 
 
@@ -409,5 +474,5 @@ def test_a_step_folder_is_a_teacher_too(model: Llama, tmp_path: Path, order: Mak
     with (Path(done.folder) / "adapter_model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    with pytest.raises(TrainError, match="does not match its digest"):
+    with pytest.raises(TeacherError, match="does not match its digest"):
         Shelf(model).teacher(done.folder, known_missing, None)

@@ -65,11 +65,15 @@ def test_every_recorded_token_is_there_once(layout: Layout, samples: Samples, to
         ({"tokens": [1, 2, 61], "prompt_length": 2, "mask": [1], "logprobs": [-1.0]}, "vocabulary"),
         ({"tokens": [1, 2, -1], "prompt_length": 2, "mask": [1], "logprobs": [-1.0]}, "vocabulary"),
         ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [2], "logprobs": [-1.0]}, "other than 0 and 1"),
-        ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [1], "logprobs": [float("nan")]}, "finite"),
-        ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [1], "logprobs": [0.5]}, "at most 0"),
+        ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [1], "logprobs": [float("nan")]}, "log-prob"),
+        ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [1], "logprobs": [-1e308]}, "log-prob"),
+        ({"tokens": [1, 2, 3], "prompt_length": 2, "mask": [1], "logprobs": [0.5]}, "log-prob"),
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
         ({"reward": float("inf")}, "reward"),
+        ({"reward": 1e308}, "reward"),
     ],
 )
 def test_a_sample_that_cannot_train_is_left_out_and_named(

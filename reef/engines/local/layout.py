@@ -85,6 +85,8 @@ def linear_path(layer: int, name: str) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise ValueError("not a file")
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}; a model folder needs it", param="model") from None
@@ -176,6 +178,8 @@ def weight_files(folder: Path) -> list[Path]:
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Each tensor's dtype and shape from a safetensors header, after checking that the file is as long as it says."""
     try:
+        if not path.is_file():
+            raise ValueError("not a file")
         with path.open("rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
@@ -199,6 +203,8 @@ def check(folder: Path) -> Layout:
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in weight_files(folder):
         found |= tensor_shapes(path)
+    if layout.layers > len(found):
+        raise InputError(f"{folder} has {len(found)} tensors for {layout.layers} layers; fetch it again", param="model")
     for name, shape in layout.shapes().items():
         if name not in found:
             raise InputError(f"{folder} has no tensor {name}, which its config.json asks for", param="model")
@@ -207,6 +213,6 @@ def check(folder: Path) -> Layout:
             raise InputError(f"{folder}: {name} is {got}, its config.json asks for {shape}", param="model")
         if dtype not in ("BF16", "F16", "F32"):
             raise InputError(f"{folder}: {name} is {dtype}; weights must be BF16, F16 or F32", param="model")
-    if not (folder / "tokenizer.json").exists():
+    if not (folder / "tokenizer.json").is_file():
         raise InputError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there", param="model")
     return layout

@@ -22,7 +22,7 @@ import orjson
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from reef.core.errors import EngineError, InputError
+from reef.core.errors import InputError
 from reef.engines.local.layout import Layout, read_layout
 from reef.engines.local.proof import Proof
 
@@ -63,11 +63,11 @@ class Guide:
 
         Before the next token is drawn, `look`."""
         if not self._matcher.consume_token(token):
-            raise EngineError(f"{STUCK} after token {token}: {_told(self._matcher)}")
+            raise InputError(f"{STUCK} after token {token}: {_told(self._matcher)}")
         return self._matcher.is_stopped() and self._matcher.is_accepting()
 
     def look(self) -> None:
-        """Find the tokens that are legal now. EngineError when the form is too complex here, or leaves none."""
+        """Find the tokens that are legal now. InputError when the form is too complex here, or leaves none."""
         words = np.zeros((self.vocab + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         open_ = self._matcher.is_accepting()
@@ -76,9 +76,9 @@ class Guide:
             bits[end >> 3] &= ~np.uint8(1 << (end & 7))
             bits[end >> 3] |= np.uint8(open_ << (end & 7))
         if self._matcher.is_error() and not open_:
-            raise EngineError(f"{STUCK}: {_told(self._matcher)}")
+            raise InputError(f"{STUCK}: {_told(self._matcher)}")
         if not bits.any():
-            raise EngineError(f"{STUCK}: it leaves no token that could come next")
+            raise InputError(f"{STUCK}: it leaves no token that could come next")
         self.bits = bits
 
 
@@ -146,7 +146,7 @@ def make(legal: str, tokenizer: LLTokenizer, vocab: int, ends: tuple[int, ...]) 
     """A guide at the beginning, its first legal tokens known; or why there is none."""
     try:
         grammar = write(orjson.loads(legal))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return str(error)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -154,13 +154,15 @@ def make(legal: str, tokenizer: LLTokenizer, vocab: int, ends: tuple[int, ...]) 
     guide = Guide(matcher, vocab, ends)
     try:
         guide.look()
-    except EngineError as error:
+    except InputError as error:
         return error.message
     return guide
 
 
 def write(form: dict[str, Any]) -> str:
     """A form in the library's own notation. ValueError for one that it cannot hold."""
+    if not isinstance(form, dict) or len(form) != 1:
+        raise ValueError("a form is a JSON object with one entry")
     ((kind, value),) = form.items()
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(value)
@@ -189,8 +191,8 @@ def masks(legal: str, ids: Sequence[int], grammars: Grammars) -> NDArray[np.uint
             try:
                 guide.take(token)
                 guide.look()
-            except EngineError as error:
-                raise InputError(error.message) from None
+            except InputError as error:
+                raise InputError(f"after token {place}: {error.message}") from None
     return found
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reef.core.errors import EngineError, ReefError
+from reef.core.errors import EngineError, InputError, ReefError
 from reef.engines.local.legal import Guide, unpack
 from reef.engines.local.lora import Lora, Resident, Source
 from reef.engines.local.model import Model, Run, Work
@@ -368,7 +368,7 @@ class Scheduler:
         try:
             if reason is None and job.guide is not None and job.guide.take(drawn.token):
                 reason = "stop"  # nothing can follow: the token that ends the turn is not drawn
-        except EngineError as error:
+        except InputError as error:  # it is the form that cannot go on
             self._end(job, Failed(error))
             return
         if reason is None and len(job.ids) - len(job.prompt) >= job.limit:
@@ -384,7 +384,7 @@ class Scheduler:
         elif job.guide is not None:
             try:
                 job.guide.look()
-            except EngineError as error:
+            except InputError as error:
                 self._end(job, Failed(error))
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from reef.core import rpc, wire
-from reef.core.errors import ContextError, EngineError, InputError, LimitError
+from reef.core.errors import BusyError, ContextError, EngineError, InputError
 from reef.engines import Resolver
 from reef.engines.local.chat import Chat, parse
 from reef.engines.local.layout import check, weight_files
@@ -103,7 +103,7 @@ class Service:
             chat, prompt = await loop.run_in_executor(self._encoders, self._read, message.body)
         limit = self._limit(chat, len(prompt))
         if self._scheduler.waiting + chat.choices > self._options.queue:
-            raise LimitError(f"{self._options.queue} answers are waiting for the engine; try again later")
+            raise BusyError(f"{self._options.queue} answers are waiting for the engine; try again later")
         guide = await self._guide(chat)
         resident = await self._shelf.take(message.release_id)
         jobs: list[Job] = []
@@ -156,7 +156,7 @@ class Service:
             if found is not None:
                 return found
             if self._compiling >= FORMS:
-                raise LimitError(f"{FORMS} new forms of answers wait to be compiled; try again later")
+                raise BusyError(f"{FORMS} new forms of answers wait to be compiled; try again later")
             self._compiling += 1
             try:
                 loop = asyncio.get_running_loop()

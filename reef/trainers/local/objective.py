@@ -158,8 +158,8 @@ class Context(Protocol):
         """The working weights on them, without gradients: in `prepare` as before this step, in `aux_steps` after it."""
 
     def teacher(self, rows: Rows) -> Outputs:
-        """The frozen weights that `Plan.teacher` names, without gradients. TrainError when the plan names none or they
-        do not fit the base (its shape for a LoRA, its tokenizer and vocabulary for a whole model)."""
+        """The frozen weights that `Plan.teacher` names, without gradients. TeacherError when the plan names none, or
+        they do not fit the base (its shape for a LoRA, its tokenizer and vocabulary for a whole model)."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """What is trained, float32, by name: a LoRA's matrices or all weights. The live tensors, not for writing."""

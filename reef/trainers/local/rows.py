@@ -11,7 +11,6 @@ at once. Does not know: losses or weights.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from reef.core.errors import InputError, TrainError
 from reef.core.wire import Datum
-from reef.engines.local.chat import parse
+from reef.engines.local.chat import COLDEST, parse
 from reef.engines.local.layout import Layout
 from reef.engines.local.text import Text
 from reef.trainers.local.llama import Packed, pack
@@ -34,6 +33,12 @@ MICRO_TARGETS = 1024
 """Response tokens of one micro-batch: each costs a row of logits, three times."""
 SHARED = 128
 """Prompt tokens that must be saved for answers to one prompt to have micro-batches of their own."""
+
+LOWEST = -1e4
+"""Log-prob. No sampler draws what is less likely than this; its ratio would leave float32, and the batch with it."""
+HOTTEST = 1e4
+GREATEST = 1e15
+"""Reward, either way: its square must stay a float32."""
 
 Legal = Callable[[str, Sequence[int]], Tensor]
 """(a grammar's JSON, n response ids) to [n, V] bool: what it allowed at each. InputError when it cannot tell."""
@@ -209,12 +214,12 @@ def _check(datum: Datum, layout: Layout) -> None:
         wrong = f"holds a token id outside the vocabulary of {layout.vocab}"
     elif not all(one in (0, 1) for one in datum.mask):
         wrong = "has a mask value other than 0 and 1"
-    elif not all(math.isfinite(one) and one <= 1e-3 for one in datum.logprobs):
-        wrong = "has a log-prob that is not a finite number of at most 0"
-    elif not (math.isfinite(datum.temperature) and datum.temperature > 0):
-        wrong = "was not sampled at a temperature above 0"
-    elif datum.reward is not None and not math.isfinite(datum.reward):
-        wrong = "has a reward that is not finite"
+    elif not all(LOWEST <= one <= 1e-3 for one in datum.logprobs):
+        wrong = f"has a log-prob that is not a number between {LOWEST:.0f} and 0"
+    elif not COLDEST <= datum.temperature <= HOTTEST:
+        wrong = f"was not sampled at a temperature between {COLDEST} and {HOTTEST:.0f}"
+    elif datum.reward is not None and not abs(datum.reward) <= GREATEST:
+        wrong = f"has a reward that is not a number between -{GREATEST:.0e} and {GREATEST:.0e}"
     if wrong:
         raise InputError(f"it {wrong}")
 

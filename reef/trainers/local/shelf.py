@@ -4,7 +4,8 @@ Knows: how a teacher is found (a release of the chain, or a folder), read and ch
 Does not know: which objective wants one, or what for.
 
 - A teacher's files are looked at again at every step and read again when they changed. At most `TEACHERS` stay.
-- Weights of another base are a DigestError; what does not fit in shape, tokenizer or vocabulary is a TrainError.
+- A teacher that is missing, damaged, or does not fit in base, shape, tokenizer or vocabulary is a TeacherError,
+  whatever it is that a folder holds: no batch is at fault, and units wait until a person has put it right.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from reef.core.errors import DigestError, InputError, MissingError, TrainError
+from reef.core.errors import DigestError, InputError, MissingError, ReefError, TeacherError, TrainError
 from reef.engines import Resolver, WeightFiles
 from reef.engines.local.layout import check
 from reef.engines.local.legal import Grammars, masks, open_grammars, unpack
@@ -31,6 +32,7 @@ from reef.trainers.local.llama import Llama, Lora
 from reef.trainers.local.rows import Known
 
 TEACHERS = 2
+TOLD = 300  # characters of a name, and of another's words, in an error
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 Version = tuple[tuple[str, int, int, int], ...]
 """Which files something was read from: path, bytes, modification time, inode."""
@@ -73,10 +75,21 @@ class Shelf:
         return torch.from_numpy(unpack(masks(form, ids, self._grammars), self._model.layout.vocab))
 
     def teacher(self, name: str, resolve: Resolver, digest: str | None) -> Teacher:
-        """The frozen weights of that name: a folder, or else a release."""
+        """The frozen weights of that name: a folder, or else a release. TeacherError, which says why, without them."""
+        try:
+            return self._find(name, resolve, digest)
+        except TeacherError:
+            raise
+        except Exception as error:  # a folder may hold anything, and each reader has errors of its own
+            if isinstance(error, DigestError):
+                raise TeacherError(error.message) from None
+            said = error.message if isinstance(error, ReefError) else f"{type(error).__name__}: {error}"
+            raise TeacherError(f"the teacher {name[:TOLD]} cannot be used: {said[:TOLD]}") from error
+
+    def _find(self, name: str, resolve: Resolver, digest: str | None) -> Teacher:
         place = Path(name).expanduser()
         source = _folder(place) if place.is_dir() else _release(name, resolve)
-        same_base(f"the teacher {name}", source.meta, digest)
+        same_base(f"the teacher {name[:TOLD]}", source.meta, digest)
         version = _version(source.files)
         kept = self._teachers.pop(name, None)
         if kept is None or kept[0] != version:
@@ -96,10 +109,7 @@ class Shelf:
             weights = {key: one.to(model.compute) for key, one in load_file(source.files["model.safetensors"]).items()}
             _same_shapes(name, model, weights)
             return Teacher(Llama(model.layout, weights, model.compute), None)
-        try:
-            layout = check(place)
-        except InputError as error:
-            raise TrainError(f"the teacher {name} cannot be used: {error.message}") from None
+        layout = check(place)
         self._same_tokens(name, place, layout.vocab)
         return Teacher(Llama.load(place, model.compute), None)
 
@@ -107,7 +117,7 @@ class Shelf:
         """That a whole model of its own speaks the base's tokens: the recorded ids mean nothing to it otherwise."""
         mine = self._model.layout.vocab
         if size != mine:
-            raise TrainError(
+            raise TeacherError(
                 f"the teacher {name} has a vocabulary of {size} tokens, the base model one of {mine}; a teacher needs "
                 "the base's own tokenizer"
             )
@@ -116,9 +126,11 @@ class Shelf:
             theirs = Tokenizer.from_file(str(place / "tokenizer.json")).get_vocab(with_added_tokens=True)
             ours = Tokenizer.from_file(str(base / "tokenizer.json")).get_vocab(with_added_tokens=True) if base else None
         except Exception as error:  # the library raises plain Exception, even for a file that is not there
-            raise TrainError(f"the teacher {name}: its or the base's tokenizer.json cannot be read ({error})") from None
+            raise TeacherError(
+                f"the teacher {name}: its or the base's tokenizer.json cannot be read ({error})"
+            ) from None
         if theirs != ours:
-            raise TrainError(
+            raise TeacherError(
                 f"the teacher {name} has another tokenizer than the base model, so the recorded token ids mean "
                 "something else to it; use a teacher of the same family"
             )
@@ -139,15 +151,15 @@ def _release(name: str, resolve: Resolver) -> WeightFiles:
     try:
         return resolve(name)
     except MissingError:
-        raise TrainError(
-            f"the teacher {name} is neither a folder nor a release of the chain; give the full id (reef log), or the "
-            "path of a Hugging Face model or of a PEFT LoRA"
+        raise TeacherError(
+            f"the teacher {name[:TOLD]} is neither a folder nor a release of the chain; give the full id (reef log), "
+            "or the path of a Hugging Face model or of a PEFT LoRA"
         ) from None
 
 
 def _folder(place: Path) -> WeightFiles:
     """What a folder holds: a LoRA in PEFT's layout, a step that Reef made, or (kind `model`) a whole model."""
-    if (place / steps.STATE).is_file():
+    if (place / steps.STATE).is_file() and (place / "weights.json").is_file():
         return WeightFiles(*steps.part_files(place))
     files = {file.name: file for file in sorted(place.iterdir()) if file.is_file()}
     meta: dict[str, Any] = {}
@@ -155,33 +167,41 @@ def _folder(place: Path) -> WeightFiles:
         try:
             meta = json.loads(files["weights.json"].read_bytes())
         except ValueError as error:
-            raise TrainError(f"{files['weights.json']} is not JSON ({error})") from None
+            raise TeacherError(f"{files['weights.json']} is not JSON ({error})") from None
+        if not isinstance(meta, dict) or not isinstance(meta.get("base") or {}, dict):
+            raise TeacherError(f"{files['weights.json']} does not say which base model the weights belong to")
     return WeightFiles("lora" if ADAPTER[0] in files else "model", files, meta)
 
 
 def _lora(name: str, model: Llama, files: Mapping[str, Path]) -> Lora:
     """A LoRA in PEFT's layout, on all linears or some of them."""
     if missing := [file for file in ADAPTER if file not in files]:
-        raise TrainError(f"the teacher {name} has no {missing[0]}")
+        raise TeacherError(f"the teacher {name} has no {missing[0]}")
     try:
         config = json.loads(files[ADAPTER[0]].read_bytes())
         tensors = load_file(files[ADAPTER[1]])
     except Exception as error:  # safetensors raises a class of its own
-        raise TrainError(f"the teacher {name} cannot be read ({error})") from None
+        raise TeacherError(f"the teacher {name} cannot be read ({error})") from None
+    if not isinstance(config, dict):
+        raise TeacherError(f"the teacher {name}: its adapter_config.json is not a JSON object")
     for key in ("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save"):
         if config.get(key):
-            raise TrainError(f"the teacher {name} is a LoRA that uses {key}, which is not applied here")
-    rank = int(config.get("r") or 0)
-    if rank < 1:
-        raise TrainError(f"the teacher {name}: its adapter_config.json has no rank (r)")
-    alpha = float(config.get("lora_alpha") or rank)
+            raise TeacherError(f"the teacher {name} is a LoRA that uses {key}, which is not applied here")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= model.layout.hidden:
+        raise TeacherError(
+            f"the teacher {name}: its adapter_config.json has no rank (r) between 1 and {model.layout.hidden}"
+        )
+    alpha = rank if alpha is None else alpha
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        raise TeacherError(f"the teacher {name}: its adapter_config.json has a lora_alpha that is no number above 0")
     if config.get("use_rslora"):
         alpha *= math.sqrt(rank)
     blank = {key: torch.zeros(shape) for key, shape in Lora.shapes(model, rank).items()}
     try:
         found = Lora.load(model, blank | tensors, rank, alpha)
     except TrainError as error:
-        raise TrainError(f"the teacher {name}: {error.message}") from None
+        raise TeacherError(f"the teacher {name}: {error.message}") from None
     _finite(name, tensors)
     return found
 
@@ -189,14 +209,14 @@ def _lora(name: str, model: Llama, files: Mapping[str, Path]) -> Lora:
 def _same_shapes(name: str, model: Llama, weights: Mapping[str, Tensor]) -> None:
     for key, shape in model.layout.shapes().items():
         if key not in weights or tuple(weights[key].shape) != shape:
-            raise TrainError(f"the teacher {name} does not fit the base model: {key} is missing or has another shape")
+            raise TeacherError(f"the teacher {name} does not fit the base model: {key} is missing or has another shape")
     _finite(name, weights)
 
 
 def _finite(name: str, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
         if not bool(torch.isfinite(tensor).all()):
-            raise TrainError(f"the teacher {name} has values that are not finite in {key}")
+            raise TeacherError(f"the teacher {name} has values that are not finite in {key}")
 
 
 def _version(files: Mapping[str, Path]) -> Version:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from reef.core.disk import sha256
-from reef.core.errors import MissingError, TrainError
+from reef.core.errors import MissingError, TeacherError, TrainError
 from reef.core.load import load
 from reef.core.wire import Step, Stepped
 from reef.engines import Resolver, WeightFiles
@@ -140,6 +140,8 @@ def advance(
     report("open", 0, 1)
     shelf = shelf or Shelf(model)
     objective: Objective = load(order.objective, what="objective")(**order.options)
+    if objective.plan.teacher is not None:
+        _teacher(shelf, objective, resolve, digest)  # what nobody can learn from is found before the work begins
     working = _open(model, training, order, resolve, objective, digest)
     left_out: list[str] = []
     batch = build(order.data, shelf.known(), tokens=micro_tokens, left_out=left_out)
@@ -225,7 +227,7 @@ def _kept(training: Path, order: Step, source: WeightFiles) -> Path | None:
 def _teacher(shelf: Shelf, objective: Objective, resolve: Resolver, digest: str | None) -> Teacher:
     name = objective.plan.teacher
     if name is None:
-        raise TrainError("the method wants a teacher and none is named; set the recipe's `teacher`")
+        raise TeacherError("the method wants a teacher and none is named; set the recipe's `teacher`")
     return shelf.teacher(name, resolve, digest)
 
 
