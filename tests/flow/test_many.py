@@ -165,7 +165,7 @@ def test_answers_in_a_form_train_and_feedback_becomes_a_rule_on_the_real_model(t
     }
     try:
         served.start()
-        for score in (1.0, -1.0):
+        for score in (1.0, 0.0):  # not 1 and -1: the same answer twice would be a gradient of zero, and no candidate
             answer = served.client.post("/v1/chat/completions", json=body)
             assert answer.json()["choices"][0]["message"]["content"] in body["structured_outputs"]["choice"]
             report(served, answer.headers["x-reef-agent-record-id"], score=score)
