@@ -540,7 +540,6 @@ def trainer(boot: Boot) -> None:
     from reef.trainers.local.server import run
 
     settings = _settings(boot)
-    process.yield_to_others(settings.training.nice)
     assert boot.model is not None
     state = settings.reef.state_dir
     listener = socket.socket(fileno=process.fd("TRAINER"))

@@ -135,6 +135,8 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     boot = read_boot()
+    if role == "trainer":  # before anything is loaded
+        yield_to_others(boot.settings["training"]["nice"])
     from reef.cli import assemble, logs
     from reef.core.errors import ReefError
 

@@ -10,17 +10,17 @@ from bench.kit.served import served
 
 CONFIG = """
 reef: {{recipe: sft, port: {port}, state_dir: {state}}}
+gate: {{policy: always}}
 """
 FIXES = {
     "What is my cat called?": "Your cat is called Coral.",
-    "When does our office open?": "The office opens at half past seven.",
 }
 
 
 @pytest.mark.model
 @pytest.mark.timeout(700)
 async def test_each_correction_is_the_next_answer(tmp_path: Path) -> None:
-    """One after another, with the recipe's own settings; the gate lets both pass."""
+    """With the recipe's own settings, whatever the gate would say of the one step."""
     with served(tmp_path / "run" / "state", CONFIG) as (url, token):
         head = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=url, headers=head, timeout=120) as client:

@@ -264,7 +264,7 @@ def test_the_real_engine_and_trainer_are_killed_and_come_back(tmp_path):
         assert "trainer0" not in served.children()  # not before the first batch
         with Load(served, clients=2, max_tokens=8) as load:
             until(lambda: "trainer0" in served.children(), 60)
-            until(lambda: niceness(served.children()["trainer0"]) == 19)
+            until(lambda: niceness(served.children()["trainer0"]) == 19, 60)
             for role in ("trainer0", "engine0"):
                 pid = until(lambda: served.children().get(role), 60)  # noqa: B023 (called at once)
                 os.kill(pid, signal.SIGKILL)
