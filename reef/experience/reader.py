@@ -6,8 +6,6 @@ Does not know: what a message means (`transcript`), or sessions. Memory is bound
 
 from __future__ import annotations
 
-import zlib
-from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -29,6 +27,7 @@ from reef.experience.transcript import (
     roll,
     text_of,
 )
+from reef.records.alike import Alike, Mark, marks_of, shared
 
 MEMORY = 32 * 1024 * 1024  # bytes of bodies remembered in all
 BLOCKS = [256 * 4**n for n in range(8)]  # bodies that begin with the same so many bytes are compared
@@ -47,26 +46,20 @@ class Stop(NamedTuple):
     steps: int  # how many come before
 
 
-Mark = tuple[str, int, int]  # dialect, bytes, their checksum
-
-
 class Known(NamedTuple):
     body: bytes
     before: dict[str, bytes]  # the fields that come before the messages
     system: bytes
     steps: list[Step]
     stops: list[Stop]
-    marks: list[Mark]
 
 
 class Reader:
     """Reads requests. What it remembers of earlier ones changes what reading costs, and nothing else."""
 
     def __init__(self, memory: int = MEMORY) -> None:
-        self._memory, self._size = memory, 0
-        self._number = 0
-        self._known: OrderedDict[int, Known] = OrderedDict()
-        self._alike: dict[Mark, deque[int]] = {}
+        self._memory = memory
+        self._known = Alike[Known](lambda known: len(known.body), ALIKE)
 
     def read(self, record: Record) -> Transcript | None:
         """None: the request has no messages that can be read."""
@@ -97,9 +90,7 @@ class Reader:
         """Read only what comes behind the body that shares most with this one; None when there is none, or it will not
         do."""
         body, best, most, number = record.request, None, 0, 0
-        alike = next((self._alike[mark] for mark in reversed(_marks(record)) if mark in self._alike), ())
-        for each in reversed(alike):
-            known = self._known[each]
+        for each, known in self._known.near(_marks(record)):
             count = _shared(known, body)
             if count and (best is None or known.stops[count - 1].offset > best.stops[most - 1].offset):
                 best, most, number = known, count, each
@@ -117,7 +108,7 @@ class Reader:
             return None  # a field that is there twice
         steps = _Steps(record.dialect, best, most)
         if most == len(best.stops):
-            self._drop(number)  # this one will do for all that it did
+            self._known.drop(number)  # this one will do for all that it did
         if not steps.take(array, stop.offset - len(_RESUMED) + len(b'{"":'), skip=1):
             return None
         return self._done(record, {**best.before, **rest}, steps, best.before)
@@ -127,26 +118,9 @@ class Reader:
     ) -> Transcript | None:
         made = _made(record.dialect, _loaded(fields), steps)
         if made is not None and steps.stops and len(record.request) <= self._memory // 2:
-            known = Known(record.request, before, steps.system, steps.made, steps.stops, _marks(record))
-            self._number += 1
-            self._known[self._number] = known
-            self._size += len(known.body)
-            for mark in known.marks:
-                alike = self._alike.setdefault(mark, deque(maxlen=ALIKE))
-                alike.append(self._number)
-            while self._size > self._memory:
-                self._drop(next(iter(self._known)))
+            known = Known(record.request, before, steps.system, steps.made, steps.stops)
+            self._known.keep(known, _marks(record), self._memory)
         return made
-
-    def _drop(self, number: int) -> None:
-        known = self._known.pop(number)
-        self._size -= len(known.body)
-        for mark in known.marks:
-            alike = self._alike[mark]
-            if number in alike:
-                alike.remove(number)
-            if not alike:
-                del self._alike[mark]
 
 
 class _Steps:
@@ -269,26 +243,9 @@ def _place(body: bytes, fields: Mapping[str, bytes], name: str) -> int:
 
 
 def _marks(record: Record) -> list[Mark]:
-    """By what a body is found: its first bytes, in blocks that grow. A session's own words are in the longer ones."""
-    found, total, body = [], 0, memoryview(record.request)
-    for start, end in zip([0, *BLOCKS], BLOCKS, strict=False):
-        if end > len(body):
-            break
-        total = zlib.crc32(body[start:end], total)
-        found.append((record.dialect, end, total))
-    return found
+    return marks_of(record.dialect, memoryview(record.request), BLOCKS)
 
 
 def _shared(known: Known, body: bytes) -> int:
     """How many of its stops lie where both bodies are still the same."""
-    low, high, same = 0, len(known.stops), 0  # stops that are, that may be; bytes compared
-    first = True
-    while low < high:
-        middle = high if first else (low + high + 1) // 2  # mostly all of them
-        first = False
-        offset = known.stops[middle - 1].offset
-        if body.startswith(known.body[same:offset], same):
-            low, same = middle, offset
-        else:
-            high = middle - 1
-    return low
+    return shared(known.body, lambda place: known.stops[place].offset, len(known.stops), body)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from reef.records import body, codec
+from reef.records.alike import shared
 
 LITERAL = 1024  # a body this short is not cut
 WORTH = 2048  # one shorter than this is not remembered
@@ -128,14 +129,4 @@ def _pieces(whole: bytes, start: int) -> Iterator[body.Piece]:
 
 def _shared(known: Known, whole: bytes) -> int:
     """How many of its stops lie where both bodies are still the same."""
-    low, high, same = 0, len(known.stops), 0  # stops that are, that may be; bytes compared
-    first = True
-    while low < high:
-        middle = high if first else (low + high + 1) // 2  # mostly all of them
-        first = False
-        offset = known.stops[middle - 1].offset
-        if whole.startswith(known.whole[same:offset], same):
-            low, same = middle, offset
-        else:
-            high = middle - 1
-    return low
+    return shared(known.whole, lambda place: known.stops[place].offset, len(known.stops), whole)

@@ -253,6 +253,6 @@ def test_memory_is_bounded():
     kept = Reader(50_000)
     for number in range(200):
         kept.read(record(chat(f"{number} " + "x" * 300, "a", "u", "a", "u")))
-    assert 0 < kept._size <= 50_000
-    assert kept._size == sum(len(known.body) for known in kept._known.values())
-    assert {each for alike in kept._alike.values() for each in alike} == set(kept._known)
+    assert 0 < kept._known.size <= 50_000
+    assert kept._known.size == sum(len(known.body) for known, _ in kept._known.kept.values())
+    assert {each for alike in kept._known.marked.values() for each in alike} == set(kept._known.kept)
