@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from reef.core.errors import ConfigError, MissingError
+from reef.core.errors import ConfigError
 from reef.core.nouns import Json, Record, Report
 from reef.evaluation import Origin, Scorer, Task
 from reef.evaluation.ask import Question
@@ -30,6 +30,7 @@ from reef.evaluation.scorers import reported
 from reef.evaluation.suite import Judging
 from reef.experience.holdout import Holdout, Prompt, read
 from reef.records import Query
+from reef.records.present import present
 
 PAGE: Final = 200
 SCAN: Final = 5000  # records looked through for held-out prompts, the newest
@@ -200,18 +201,7 @@ def _agreed(votes: Sequence[Task]) -> Task:
 
 async def known(records: Records, receipts: Sequence[str]) -> list[Record]:
     """The records with these receipts, in order; those that were forgotten are left out."""
-    found: list[Record | Report] = []
-    if not receipts:
-        return []
-    try:
-        found = await records.get(receipts)
-    except MissingError:
-        for receipt in receipts:
-            try:
-                found += await records.get([receipt])
-            except MissingError:
-                continue
-    return [record for record in found if isinstance(record, Record)]
+    return [record for record in await present(records.get, receipts) if isinstance(record, Record)]
 
 
 def _checks(reports: Sequence[Report]) -> list[Json]:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from reef.core.errors import MissingError
 from reef.core.nouns import Event, Json, PartName, Record, Report, Unit
 from reef.experience import turns
 from reef.experience.holdout import Holdout
@@ -29,6 +28,7 @@ from reef.experience.sessions import UNREAD, Pair, Sessions
 from reef.experience.turns import Lot
 from reef.experience.units import Drop, Signal, join, make
 from reef.records import RecordStore
+from reef.records.present import present
 
 PAGE: Final = 500
 
@@ -96,13 +96,13 @@ class Pool:
     async def read(self, store: RecordStore) -> None:
         """Read every new event. An error leaves the pool where the last page ended."""
         while events := await store.events(self.scenario, self.cursor, PAGE):
-            reports = await _get(store, [event.ref for event in events if event.kind == "report"])
+            reports = await present(store.get, [event.ref for event in events if event.kind == "report"])
             receipts = [receipt for report in reports if isinstance(report, Report) for receipt in report.references]
             receipts += [event.ref for event in events if event.kind == "closed" and event.ref in self._waiting]
-            records = await _get(store, list(dict.fromkeys(receipts)))
+            records = await present(store.get, list(dict.fromkeys(receipts)))
             following = await self._follow(store, events)  # after the records: all that are closed have their place
             wanted = [name for ref, pair in following.items() for name in (ref, *((pair.answer,) if pair else ()))]
-            answers = await _get(store, list(dict.fromkeys(wanted)))
+            answers = await present(store.get, list(dict.fromkeys(wanted)))
             self.feed(events, [*reports, *records, *answers], following)
 
     async def _follow(self, store: RecordStore, events: Sequence[Event]) -> Next:
@@ -288,19 +288,3 @@ class Pool:
             for one in make(event.seq, report, answer, self.part):
                 name = one.unit if isinstance(one, Drop) else one.id
                 self._add(Drop(name, report.id, "late") if late else one, answer)
-
-
-async def _get(store: RecordStore, ids: list[str]) -> list[Record | Report]:
-    """The entries with these ids; those that were forgotten are left out."""
-    if not ids:
-        return []
-    try:
-        return await store.get(ids)
-    except MissingError:
-        found: list[Record | Report] = []
-        for name in ids:
-            try:
-                found += await store.get([name])
-            except MissingError:
-                continue
-        return found

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Final, Literal
 
 from reef.core import damage
-from reef.core.errors import MissingError, StoreError
+from reef.core.errors import StoreError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Record, Report
+from reef.core.nouns import Record
 from reef.experience.next import words
 from reef.experience.reader import Reader
 from reef.experience.tree import Kind, Tree
 from reef.records import RecordStore
+from reef.records.present import present
 
 PAGE: Final = 100
 UNREAD: Final = "it could not be read: what is in it is not as it should be"
@@ -277,17 +278,6 @@ def _own(error: Exception) -> bool:
 
 async def _records(store: RecordStore, ids: list[str]) -> list[Record]:
     """The records with these ids; those that were forgotten are left out."""
-    if not ids:
-        return []
     if (exchanges := getattr(store, "exchanges", None)) is not None:  # a store need not have it
-        return list(await exchanges(ids))
-    found: list[Record | Report] = []
-    try:
-        found = await store.get(ids)
-    except MissingError:
-        for name in ids:
-            try:
-                found += await store.get([name])
-            except MissingError:
-                continue
-    return [entry for entry in found if isinstance(entry, Record)]
+        return list(await exchanges(ids)) if ids else []
+    return [entry for entry in await present(store.get, ids) if isinstance(entry, Record)]

@@ -6,20 +6,20 @@ Does not know: how such a task is asked or judged (`evaluation`). The book holds
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
-from reef.core.errors import MissingError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Record, Report
+from reef.core.nouns import Record
 from reef.experience import holdout
+from reef.loop import reports
 from reef.loop.binding import Tools
-from reef.records import RecordStore
+from reef.loop.reports import PAGE
+from reef.records.present import present
 
 KEPT: Final = 200
 """Tasks that these two may have made, for each scenario; the oldest make room. What a person promotes stays."""
 MAKERS: Final = ("watch", "report")
-PAGE: Final = 500
 SAVE_EVERY: Final = 256  # events that may be read again after a crash because nothing in them was worth a write
 
 
@@ -29,7 +29,7 @@ async def keep(tools: Tools, scenario: str, failed: Iterable[tuple[str, str]], a
         return 0
     made = 0
     for receipt, reason in failed:
-        for record in await found(tools.store, [receipt]):
+        for record in await present(tools.store.get, [receipt]):
             if not isinstance(record, Record) or record.scenario != scenario:
                 continue
             prompt = holdout.read(record)
@@ -48,11 +48,10 @@ async def asked(tools: Tools, scenario: str) -> bool:
         return False
     cursor = tools.ledger.cursor(scenario, "reports")
     events = await tools.store.events(scenario, cursor, PAGE)
-    names = [event.ref for event in events if event.kind == "report"]
     wanted = [
         (receipt, "a report asked for it")
-        for report in await found(tools.store, names)
-        if isinstance(report, Report) and isinstance(report.metadata, dict) and report.metadata.get("promote") is True
+        for report in await reports.of(tools.store, events)
+        if isinstance(report.metadata, dict) and report.metadata.get("promote") is True
         for receipt in report.references
     ]
     await keep(tools, scenario, wanted, "report")
@@ -60,18 +59,3 @@ async def asked(tools: Tools, scenario: str) -> bool:
     if wanted or len(events) >= SAVE_EVERY:
         tools.ledger.advance(scenario, "reports", events[-1].seq)
     return len(events) == PAGE
-
-
-async def found(store: RecordStore, names: Sequence[str]) -> list[Record | Report]:
-    """The entries with these ids; those that were forgotten on request are left out."""
-    try:
-        return await store.get(names) if names else []
-    except MissingError:
-        return [entry for name in names for entry in await _one(store, name)]
-
-
-async def _one(store: RecordStore, name: str) -> list[Record | Report]:
-    try:
-        return await store.get([name])
-    except MissingError:
-        return []

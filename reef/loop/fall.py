@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from reef.core.errors import ConflictError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Release, Report
+from reef.core.nouns import Release
 from reef.evaluation import Evaluator
-from reef.loop import failures, tell
+from reef.loop import failures, reports, tell
 from reef.loop.binding import Tools, Watching
 from reef.loop.compare import Comparison
-from reef.records import Query
+from reef.loop.reports import PAGE, mean
 from reef.scenario.serving import rollback
 
-PAGE: Final = 500
 TRIES: Final = 3
 LOOKED: Final = 20
 """After a restart, so many times `reports` of the newest reports on a release are read again."""
@@ -38,17 +36,10 @@ log = logging.getLogger(__name__)
 
 
 class Fall:
-    """One served release. `look` reads on; `sources` tells who answered (see `watch.sources`)."""
+    """One served release. `look` reads on."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        release: Release,
-        rule: Watching,
-        past: Evaluator | None,
-        sources: Callable[..., Awaitable[Any]],
-    ) -> None:
-        self._tools, self.release, self._rule, self._past, self._sources = tools, release, rule, past, sources
+    def __init__(self, tools: Tools, release: Release, rule: Watching, past: Evaluator | None) -> None:
+        self._tools, self.release, self._rule, self._past = tools, release, rule, past
         self._comparison = self._fresh()
         self._cursor: int | None = None
         self._tries = 0  # at measuring earlier releases, since the last fall
@@ -65,14 +56,14 @@ class Fall:
         if self._comparison.alarmed:  # the last look did not end
             return await self._fell()
         if self._cursor is None:
-            self._cursor = await self._start()
+            most, since = LOOKED * self._rule.reports, self.release.created_at
+            self._cursor = await reports.begin(tools.store, scenario, most, since)
         events = await tools.store.events(scenario, self._cursor, PAGE)
-        entries = await failures.found(tools.store, [event.ref for event in events if event.kind == "report"])
-        reports = {entry.id: entry for entry in entries if isinstance(entry, Report)}
-        found = await self._sources(tools.store, [name for one in reports.values() for name in one.references])
+        came = {report.id: report for report in await reports.of(tools.store, events)}
+        found = await reports.sources(tools.store, list(came.values()))
         for event in events:
             self._cursor = event.seq
-            if (report := reports.get(event.ref)) is None:
+            if (report := came.get(event.ref)) is None:
                 continue
             self._comparison.add(report, found)
             if self._comparison.alarmed:
@@ -81,40 +72,19 @@ class Fall:
                 self._comparison = self._comparison.again()
         return len(events) == PAGE
 
-    async def _start(self) -> int:
-        """The place in the log after which this release's reports are read."""
-        store, first, count = self._tools.store, 0, 0
-        while count < LOOKED * self._rule.reports:
-            page = await store.find(
-                Query(
-                    self.release.scenario,
-                    kind="report",
-                    since=self.release.created_at,
-                    before=first or None,
-                    limit=PAGE,
-                )
-            )
-            if not page:
-                break
-            first, count = page[-1][0], count + len(page)
-        if first:
-            return first - 1
-        newest = await store.find(Query(self.release.scenario, limit=1))
-        return newest[0][0] if newest else 0
-
     async def _fell(self) -> bool:
         """Tell it, keep the failures, look for something better. After a crash the next look does what is undone."""
         release, comparison, tools = self.release, self._comparison, self._tools
         told = f"fall {self.count + 1}"
-        usual = _mean(comparison.old) or 0.0
+        usual = mean(comparison.old) or 0.0
         reason = (
-            f"live scores on release {release.seq} fell: mean {_mean(comparison.new):.3g} over the last "
+            f"live scores on release {release.seq} fell: mean {mean(comparison.new):.3g} over the last "
             f"{len(comparison.new)} reports against {usual:.3g} over its first {len(comparison.old)} "
             f"(evidence {comparison.value:.3g}, the alarm is at {comparison.bar:.3g})"
         )
         known = await asyncio.to_thread(tools.journal.about, release.id)
         if not any(act.kind == "alarm" and act.detail.get("fall") == told for act in known):
-            detail = {"release": release.seq, "fall": told, "score": _mean(comparison.new), "score_before": usual}
+            detail = {"release": release.seq, "fall": told, "score": mean(comparison.new), "score_before": usual}
             await asyncio.to_thread(
                 tools.journal.tell, release.scenario, "alarm", release.id,
                 actor="watch", reason=reason, detail=detail, once=False,
@@ -183,8 +153,8 @@ class Fall:
         comparison = self._comparison
         return {
             "falls": self.count,
-            "usual": _mean(comparison.old),
-            "now": _mean(comparison.new),
+            "usual": mean(comparison.old),
+            "now": mean(comparison.new),
             "compared": len(comparison.new),
             "last": self.said,
         }
@@ -192,7 +162,3 @@ class Fall:
 
 def _key(release: Release) -> Any:
     return sorted((name, part.kind, tuple(sorted(part.files.items()))) for name, part in release.parts.items())
-
-
-def _mean(scores: Sequence[float]) -> float | None:
-    return math.fsum(scores) / len(scores) if scores else None

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from reef.core.errors import ConflictError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Record, Release, Report
+from reef.core.nouns import Release
 from reef.evaluation import Evaluator
-from reef.loop import failures, tell
+from reef.loop import failures, reports, tell
 from reef.loop.binding import Tools, Watching
 from reef.loop.compare import LEAST, REPEATS, Comparison
 from reef.loop.fall import Fall
-from reef.records import Query, RecordStore
-from reef.records.lookup import Source
+from reef.loop.reports import PAGE, mean
 from reef.scenario.serving import rollback
 
 WINDOW: Final = 7 * 86400.0
 """Seconds before a release in which reports on the old release still tell what users want now."""
-PAGE: Final = 500
 WATCHED: Final = ("publish", "promote")
 
 log = logging.getLogger(__name__)
@@ -64,11 +60,10 @@ class Vigil:
         if comparison is None or release is None or self._done:
             return self._fall is not None and await self._fall.look()
         events = await self._tools.store.events(self._scenario, self._cursor, PAGE) if not comparison.over else []
-        entries = await failures.found(self._tools.store, [event.ref for event in events if event.kind == "report"])
         since = release.created_at - WINDOW
-        reports = [entry for entry in entries if isinstance(entry, Report) and entry.created_at >= since]
-        found = await sources(self._tools.store, [name for report in reports for name in report.references])
-        for report in reports:
+        came = [report for report in await reports.of(self._tools.store, events) if report.created_at >= since]
+        found = await reports.sources(self._tools.store, came)
+        for report in came:
             comparison.add(report, found)
         moved = comparison.alarmed and await self._alarm(comparison)
         if events:
@@ -85,7 +80,7 @@ class Vigil:
         count, rows = len(comparison.new), comparison.rows
         shown: dict[str, Any] = {"release_id": release.id, "before": before.id, "reports": count, "compared": rows}
         shown |= {"wanted": self.rule.reports, "evidence": round(comparison.value, 3), "alarm_at": comparison.bar}
-        shown |= {"score": _mean(comparison.new), "score_before": _mean(comparison.old)}
+        shown |= {"score": mean(comparison.new), "score_before": mean(comparison.old)}
         if comparison.alarmed:
             return shown | {"state": "alarm", "reason": sentence(comparison, release, before)}
         if len(comparison.old) < LEAST:
@@ -100,7 +95,7 @@ class Vigil:
         self._release, self._before, self._comparison, self._done = None, None, None, False
         await self._compare(release)
         off = self.rule.action == "off"
-        self._fall = None if off else Fall(self._tools, release, self.rule, self.past, sources)
+        self._fall = None if off else Fall(self._tools, release, self.rule, self.past)
         self._release = release  # last: one that failed to begin begins again
 
     async def _compare(self, release: Release) -> None:
@@ -115,29 +110,13 @@ class Vigil:
         alike = [before]  # a rollback has the parts of an earlier release: reports on that one speak of it too
         while alike[-1].operation == "rollback" and alike[-1].base is not None:
             alike.append(await asyncio.to_thread(chain.get, alike[-1].base))
-        self._cursor = await self._start(release)
+        # As many reports before the release as can be used; where there is none, from where it began.
+        most, at = 2 * REPEATS * self.rule.reports, release.created_at
+        self._cursor = await reports.begin(self._tools.store, self._scenario, most, at - WINDOW, at)
         self._before = before
         self._comparison = Comparison(
             release.id, [one.id for one in alike], reports=self.rule.reports, alpha=self.rule.alpha
         )
-
-    async def _start(self, release: Release) -> int:
-        """The place in the log after which reports are looked at: as many before the release as can be used."""
-        store, first, count, most = self._tools.store, 0, 0, 2 * REPEATS * self.rule.reports
-        since, until = release.created_at - WINDOW, release.created_at
-        while count < most:
-            page = await store.find(
-                Query(
-                    self._scenario, kind="report", since=since, until=until, before=first or None, limit=min(PAGE, most)
-                )
-            )
-            if not page:
-                break
-            first, count = page[-1][0], count + len(page)
-        if not first:  # no report at all: begin where the release began
-            newest = await store.find(Query(self._scenario, until=until, limit=1))
-            return newest[0][0] if newest else 0
-        return first - 1
 
     async def _alarm(self, comparison: Comparison) -> bool:
         """Say it, keep the failures, go back (True). What a crash leaves undone is done by the next look."""
@@ -147,7 +126,7 @@ class Vigil:
         reason = sentence(comparison, release, before)
         detail = {
             "release": release.seq, "before": before.seq, "before_id": before.id, "rows": comparison.rows,
-            "score": _mean(comparison.new), "score_before": _mean(comparison.old),
+            "score": mean(comparison.new), "score_before": mean(comparison.old),
             "evidence": comparison.value, "alarm_at": comparison.bar,
         }  # fmt: skip
         pin = await asyncio.to_thread(tools.journal.pinned, self._scenario)
@@ -179,7 +158,7 @@ class Vigil:
 
     async def _keep(self, comparison: Comparison, release: Release) -> None:
         """The release's worst records become tasks, so that the next candidates are measured on them."""
-        usual = _mean(comparison.old) or 0.0
+        usual = mean(comparison.old) or 0.0
         low = [
             (receipt, f"scored {score:.3g} on release {release.seq}; {usual:.3g} was usual before it")
             for receipt, score in comparison.receipts
@@ -193,18 +172,6 @@ def sentence(comparison: Comparison, release: Release, before: Release) -> str:
     ours, theirs = comparison.new, comparison.old
     return (
         f"live reports on release {release.seq} are worse than on release {before.seq}: mean score "
-        f"{_mean(ours):.3g} over {len(ours)} reports against {_mean(theirs):.3g} over {len(theirs)} "
+        f"{mean(ours):.3g} over {len(ours)} reports against {mean(theirs):.3g} over {len(theirs)} "
         f"(evidence {comparison.value:.3g}, the alarm is at {comparison.bar:.3g})"
     )
-
-
-async def sources(store: RecordStore, receipts: Sequence[str]) -> dict[str, Source]:
-    """Who answered these records; those that were forgotten are left out."""
-    if (quick := getattr(store, "sources", None)) is not None:  # a store need not have it
-        return cast(dict[str, Source], await quick(receipts))
-    records = [entry for entry in await failures.found(store, receipts) if isinstance(entry, Record)]
-    return {entry.id: Source(entry.release_id, entry.session, entry.purpose) for entry in records}
-
-
-def _mean(scores: Sequence[float]) -> float | None:
-    return math.fsum(scores) / len(scores) if scores else None
