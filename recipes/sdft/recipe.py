@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 from reef.core.nouns import Batch, PartName, Unit
@@ -57,7 +58,7 @@ class SDFTRecipe:
 
     def batch(self, units: Sequence[Unit]) -> Batch | None:
         """The first `batch_size` answers that a demonstration came for; None until there are as many."""
-        fit = [unit for unit in units if _fits(unit)][: self.batch_size]
+        fit = list(islice(filter(_fits, units), self.batch_size))
         return batches.make([self._taught(unit) for unit in fit]) if len(fit) == self.batch_size else None
 
     def _taught(self, unit: Unit) -> Unit:

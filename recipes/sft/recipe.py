@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 from reef.core.nouns import Batch, PartName, Unit
@@ -49,7 +50,7 @@ class SFTRecipe:
 
     def batch(self, units: Sequence[Unit]) -> Batch | None:
         """The first `batch_size` demonstrations; None until there are as many."""
-        fit = [made for unit in units if (made := taught(unit)) is not None][: self.batch_size]
+        fit = list(islice((made for unit in units if (made := taught(unit)) is not None), self.batch_size))
         return batches.make(fit) if len(fit) == self.batch_size else None
 
     def objective(self) -> Objective:

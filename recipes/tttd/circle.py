@@ -17,7 +17,7 @@ import random
 from reef.core.nouns import Json
 
 from . import verifier
-from .digits import Digits
+from .digits import Digits, Spelled
 from .problems import Judged
 from .verifier import Circle
 
@@ -25,7 +25,7 @@ Centre = tuple[float, float]
 TAIL = 500  # characters of a program's output that the next prompt shows
 
 
-class Rows:
+class Rows(Spelled):
     """4 to 8 rows of 2 to 8 circles. Row i of R lies at height (i + 1/2) / R, its k circles at (j + 1/2) / k."""
 
     def __init__(self, n: int = 32) -> None:
@@ -34,27 +34,15 @@ class Rows:
         self.digits = Digits(n, 2, 8, 4, 8)
         self.max_tokens = 16
 
-    def start(self, numbers: random.Random) -> str:
-        return self.digits.draw(numbers)
-
-    def move(self, state: str, numbers: random.Random) -> str:
-        return self.digits.move(state, numbers)
-
     def prompt(self, state: str, judged: Judged) -> str:
         return (
             f"{self.n} circles lie in rows in a square. Their counts, row by row, as digits: {state}. "
             f"Score {judged.value:.4f}. Write counts with a higher score, digits only."
         )
 
-    def parse(self, text: str) -> str | None:
-        return self.digits.read(text)
-
     def verify(self, state: str) -> Judged:
         circles = verifier.shrink(radii(centres(state)), self.n)
         return judged(circles) if circles is not None else Judged(0.0, False, "")
-
-    def grammar(self) -> Json:
-        return {"grammar": self.digits.grammar()}
 
     def polish(self, state: str) -> float:
         """The value after an optimiser also moved the centres. Context, not evidence: it reaches records by itself."""

@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from reef.core.nouns import Json
+
 _ANSWER = re.compile(r"\s*([0-9](?:[\s,]*[0-9])*)\s*\.?\s*")
 
 
@@ -105,6 +107,24 @@ class Digits:
 
 def _rule(made: int, left: int) -> str:
     return f"r{made}_{left}"
+
+
+class Spelled:
+    """What problems whose answers are such digits have in common."""
+
+    digits: Digits
+
+    def start(self, numbers: random.Random) -> str:
+        return self.digits.draw(numbers)
+
+    def move(self, state: str, numbers: random.Random) -> str:
+        return self.digits.move(state, numbers)
+
+    def parse(self, text: str) -> str | None:
+        return self.digits.read(text)
+
+    def grammar(self) -> Json:
+        return {"grammar": self.digits.grammar()}
 
 
 @lru_cache(100_000)

@@ -9,18 +9,15 @@ and strong ones in free text alike.
 
 from __future__ import annotations
 
-import random
 from fractions import Fraction
 
-from reef.core.nouns import Json
-
-from .digits import Digits
+from .digits import Digits, Spelled
 from .problems import Judged
 
 LARGEST = 300  # signs: counting the legal answers takes seconds there, and grows with the square
 
 
-class Runs:
+class Runs(Spelled):
     """Runs of 1 to 7 equal signs; n from 3 to LARGEST."""
 
     def __init__(self, n: int = 27) -> None:
@@ -31,12 +28,6 @@ class Runs:
         self.digits = Digits(n, 1, 7, max(2, -(-n // 7)), n)
         self.max_tokens = n + 4
 
-    def start(self, numbers: random.Random) -> str:
-        return self.digits.draw(numbers)
-
-    def move(self, state: str, numbers: random.Random) -> str:
-        return self.digits.move(state, numbers)
-
     def prompt(self, state: str, judged: Judged) -> str:
         return (
             f"A sequence of {self.n} signs in runs of equal signs. The lengths of its runs, as digits: {state}. Merit "
@@ -44,15 +35,9 @@ class Runs:
             "factor, digits only."
         )
 
-    def parse(self, text: str) -> str | None:
-        return self.digits.read(text)
-
     def verify(self, state: str) -> Judged:
         """A sequence and its reverse have one key: they are as good as each other."""
         return Judged(float(merit(signs(state))), True, min(state, state[::-1]))
-
-    def grammar(self) -> Json:
-        return {"grammar": self.digits.grammar()}
 
 
 def signs(state: str) -> list[int]:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 from reef.cli import api, bind, options, state
-from reef.cli.serve import stop_child
 from reef.core.errors import ConfigError, ReefError
+from reef.study import server as serving
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         environment = {**os.environ, "REEF_URL": url, "REEF_TOKEN": token or ""}
         return subprocess.run([sys.executable, str(folder / "run.py"), *args.driver], env=environment).returncode
     finally:
-        stop_child(server, settings.limits.drain_seconds + 30)
+        serving.stop(server, settings.limits.drain_seconds + 30)
 
 
 def find(folder: Path) -> Path:

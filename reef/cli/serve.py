@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -261,14 +260,3 @@ def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None,
         *(f"  {program} {word:{width}}  {text}" for word, text in told.items()),
         "Ctrl-C stops.",
     ]
-
-
-def stop_child(child: subprocess.Popen[bytes], patience: float = 40.0) -> None:
-    """End a `reef serve` that this process started."""
-    if child.poll() is None:
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(patience)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()

@@ -11,7 +11,7 @@ import pytest
 
 from reef.cli import options, show, state
 from reef.cli.main import main
-from reef.cli.serve import stop_child
+from reef.study import server as serving
 
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 NOBODY = "http://127.0.0.1:9"
@@ -58,7 +58,7 @@ def server(tmp_path_factory):
         made.fill()
         yield made
     finally:
-        stop_child(made.process)
+        serving.stop(made.process)
 
 
 @pytest.fixture
