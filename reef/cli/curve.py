@@ -1,6 +1,6 @@
 """The picture of a lesson: score a wave, releases, and held-out scores, as a PNG.
 
-Knows: matplotlib (loaded here only, drawing to a file, no window). Does not know: where the numbers come from.
+Knows: what is drawn where; `canvas` loads matplotlib and saves. Does not know: where the numbers come from.
 """
 
 from __future__ import annotations
@@ -10,42 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from reef.cli.lesson import Lesson
-from reef.core.errors import InputError
+from reef.study.canvas import INK, canvas, plain
 
-INK, FAINT, SCORE, RELEASE, AFTER = "#1d2733", "#d9dee5", "#1f77b4", "#e07b39", "#2a9d62"
+SCORE, RELEASE, AFTER = "#1f77b4", "#e07b39", "#2a9d62"
 
 
 def draw(lessons: Sequence[Lesson], path: Path) -> Path:
     """One panel a lesson. InputError when matplotlib is missing or the file cannot be written."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise InputError("the picture needs matplotlib; install it with: pip install matplotlib") from None
-    with pyplot.rc_context({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK}):
-        figure, panels = pyplot.subplots(
+    with canvas(path, 150, "; install it with: pip install matplotlib") as pyplot:
+        _, panels = pyplot.subplots(
             len(lessons), 1, figsize=(9, 4.6 * len(lessons)), squeeze=False, layout="constrained"
         )
         for lesson, panel in zip(lessons, panels[:, 0], strict=True):
             _panel(lesson, panel)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot write {path}: {error}") from None
-        finally:
-            pyplot.close(figure)
     return path
 
 
 def _panel(lesson: Lesson, panel: Any) -> None:
     end = max(lesson.reports, 1)
-    for spine in ("top", "right"):
-        panel.spines[spine].set_visible(False)
-    panel.grid(axis="y", color=FAINT, linewidth=0.8)
-    panel.set_axisbelow(True)
+    plain(panel)
     _releases(lesson, panel)
     _held_out(lesson, panel, end)
     if lesson.waves:

@@ -1,6 +1,6 @@
 """A study's curves as a PNG: the main arm's seeds, the other arms, the untouched base.
 
-Knows: matplotlib (loaded here only, drawing to a file, no window). Does not know: where the numbers come from.
+Knows: what is drawn where; `canvas` loads matplotlib and saves. Does not know: where the numbers come from.
 """
 
 from __future__ import annotations
@@ -9,32 +9,24 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from reef.core.errors import InputError
 from reef.study import Study
+from reef.study.canvas import INK, canvas, plain
 from reef.study.runner import Outcome
 
-INK, FAINT = "#1d2733", "#d9dee5"
 MAIN = ("#1f77b4", "#4c9ed9", "#8cc3ea", "#0b4f82", "#5b8db8")
 OTHERS = ("#e07b39", "#8a63b3", "#2a9d62", "#b3475b", "#7a7a2e", "#555555")
 
 
 def draw(study: Study, found: Sequence[Outcome], path: Path) -> Path:
     """The first arm is the main one. InputError when matplotlib is missing or the file cannot be written."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise InputError(
-            "the picture needs matplotlib, which the extra `local` brings: pip install 'reef-learn[local]', or leave "
-            "the picture out with --no-png"
-        ) from None
     main = study.arms[0].name
     others = [arm.name for arm in study.arms[1:]]
     seeds = [one.seed for one in found if one.arm == main]
-    with pyplot.rc_context({"font.size": 10, "axes.edgecolor": INK, "text.color": INK, "axes.labelcolor": INK}):
-        figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    missing = (
+        ", which the extra `local` brings: pip install 'reef-learn[local]', or leave the picture out with --no-png"
+    )
+    with canvas(path, 130, missing) as pyplot:
+        _, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
         for one in found:
             points, faint = one.figures.get("curve") or [], one.figures.get("training") or []
             first = one.arm == main
@@ -54,18 +46,8 @@ def draw(study: Study, found: Sequence[Outcome], path: Path) -> Path:
         low, high = panel.get_ylim()
         if low > -0.2 and high < 1.2:  # shares
             panel.set_ylim(-0.02, 1.02)
-        for spine in ("top", "right"):
-            panel.spines[spine].set_visible(False)
-        panel.grid(axis="y", color=FAINT, linewidth=0.8)
-        panel.set_axisbelow(True)
+        plain(panel)
         panel.set_xlabel(study.progress)
         panel.set_ylabel(study.score)
         panel.set_title(study.title, loc="left", fontsize=12, fontweight="bold")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=130)
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot write {path}: {error}") from None
-        finally:
-            pyplot.close(figure)
     return path
