@@ -475,7 +475,7 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         board=tools.board,
         book=tools.book,
         trained=trained,
-        renders=lambda release: parts.rules(chain, release),
+        renders=lambda release: parts.applied(chain, release),
         local=boot.model["name"] if boot.model else None,
     )
     return Binding(

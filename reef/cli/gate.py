@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from reef.evaluation.book import Book
     from reef.evaluation.suite import Judging
     from reef.experience.holdout import Holdout
+    from reef.harness.apply import Applied
     from reef.records import RecordStore
     from reef.records.board import Board
     from reef.records.journal import Journal
@@ -275,7 +276,7 @@ def means(
     board: Board,
     book: Book,
     trained: Callable[[Record], bool],
-    renders: Callable[[Release], str | None],
+    renders: Callable[[Release], Applied],
     local: str | None,
 ) -> tuple[Means, Holdout | None]:
     """What a scenario's policy measures with, and which prompts never train. `base_id` is its release 0, `local` the

@@ -1,6 +1,6 @@
 """Small pieces that processes are put together from: what a chain's files mean to an engine, a gate or a trainer.
 
-Knows: how weights are found by release, what a scenario's first release holds, what rules a release has.
+Knows: how weights are found by release, what a scenario's first release holds, what a release adds to a request.
 Does not know: processes, sockets, the loop; `assemble` puts everything together.
 """
 
@@ -17,6 +17,7 @@ from reef.core.errors import MissingError
 if TYPE_CHECKING:
     from reef.core.nouns import Release
     from reef.engines import Resolver, WeightFiles
+    from reef.harness.apply import Applied
     from reef.releases import NewPart
     from reef.releases.chain import GitChain
 
@@ -57,9 +58,10 @@ def first(chain: GitChain, name: str) -> str:
     return before
 
 
-def rules(chain: GitChain, release: Release) -> str | None:
+def applied(chain: GitChain, release: Release) -> Applied:
     from reef.harness import tree
+    from reef.harness.apply import NOTHING, Applied
 
     if "harness" not in release.parts:
-        return None
-    return tree.render_rules(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))
+        return NOTHING
+    return Applied.of(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))

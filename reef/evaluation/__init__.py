@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reef.engines import Engine
     from reef.evaluation.ask import Question
     from reef.evaluation.book import Book
+    from reef.harness.apply import Applied
 
 POLICIES = {
     "always": "reef.evaluation.policies:Always",
@@ -108,7 +109,7 @@ class Means:
     """What a policy measures with. Assembly puts it together; `Means.none()` serves to check a configuration.
 
     `base_id` is the scenario's release 0. `prompts` gives recent records, held-out ones first when there are any.
-    `renders` is the rules text a release puts before each request (it may block). `model` is the name put into
+    `renders` is what a release adds to each request (it may block). `model` is the name put into
     requests. `capped` is told the month and a sentence when a monthly cap ends a look, each time; telling it on is for
     whoever knows what was told.
     """
@@ -119,7 +120,7 @@ class Means:
     book: Book | None = None
     suite: Suite | None = None
     prompts: Callable[[], Awaitable[Sequence[Record]]] | None = None
-    renders: Callable[[Release], str | None] | None = None
+    renders: Callable[[Release], Applied] | None = None
     model: str | None = None
     price: Price | None = None  # of the engine that is measured; None: not known
     capped: Callable[[str, str], None] | None = None

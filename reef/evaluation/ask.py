@@ -26,7 +26,7 @@ from reef.core.errors import EngineError, InputError, LimitError, ReefError, Ups
 from reef.core.ids import new_receipt
 from reef.core.nouns import Cost, Json, Release, Usage
 from reef.engines import Answer, Ask, Engine, Head
-from reef.harness.tree import apply_rules
+from reef.harness.apply import NOTHING, Applied
 
 if TYPE_CHECKING:
     from reef.evaluation import Means, Price
@@ -74,21 +74,21 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Who is asked: a release id, the rules it puts before each request, and what its answers are kept under."""
+    """Who is asked: a release id, what it adds to each request, and what its answers are kept under."""
 
     release_id: str
-    rules: str | None
+    applied: Applied
     key: str
 
 
 class Asker:
-    """Asks one engine. `renders` gives the rules text of a release (None: it has none); it may block, being run in a
+    """Asks one engine. `renders` gives what a release adds to a request; it may block, being run in a
     thread. `model` is the name put into requests, for engines that need one; `price` what they cost."""
 
     def __init__(
         self,
         engine: Engine,
-        renders: Callable[[Release], str | None] | None = None,
+        renders: Callable[[Release], Applied] | None = None,
         model: str | None = None,
         price: Price | None = None,
     ) -> None:
@@ -117,10 +117,10 @@ class Asker:
 
     async def side(self, release: Release) -> Side:
         """A release as one to be asked. Its key is the content of its parts, so equal parts share their answers."""
-        rules = None if self._renders is None else await asyncio.to_thread(self._renders, release)
+        applied = NOTHING if self._renders is None else await asyncio.to_thread(self._renders, release)
         weights = release.parts.get("weights")
         files = sorted((name, digest) for name, (digest, _) in weights.files.items()) if weights else []
-        return Side(release.id, rules, json.dumps([files or release.id, rules, self._model]))
+        return Side(release.id, applied, json.dumps([files or release.id, applied.key, self._model]))
 
     async def replies(self, side: Side, questions: Sequence[Question]) -> list[Reply]:
         """One reply per question, in order."""
@@ -156,7 +156,7 @@ class Asker:
         body: dict[str, Any] = {} if self._model is None else {"model": self._model}
         body |= {"messages": json.loads(question.messages), "max_tokens": question.max_tokens}
         body |= {"temperature": question.temperature, "seed": question.seed}
-        data = json.dumps(apply_rules(body, side.rules), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        data = json.dumps(side.applied.apply(body), ensure_ascii=False).encode("utf-8", "surrogatepass")
         ask = Ask(new_receipt(), side.release_id, "chat", data, stream=False, priority=1)
         began, usage = time.monotonic(), None
         try:

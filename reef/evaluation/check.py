@@ -24,6 +24,7 @@ from reef.evaluation import guards as guard
 from reef.evaluation.ask import FAILURES, Asker, Question, Reply, Side, again
 from reef.evaluation.guards import Limits
 from reef.evaluation.suite import GENERAL
+from reef.harness.apply import NOTHING
 
 DRIFT_PROMPTS = 8
 
@@ -47,7 +48,7 @@ class Check:
         self.limits = limits
         self._ask = asker
         self._prompts = means.prompts
-        self._base = Side(means.base_id, None, f"base {means.base_id}")
+        self._base = Side(means.base_id, NOTHING, f"base {means.base_id}")
         self._usual: float | None = None  # how well the base's own answers fit live prompts, once measured
 
     async def all(self, candidate: Candidate, incumbent: Release) -> list[Guard]:

@@ -29,7 +29,7 @@ from reef.gateway.call import Call
 from reef.gateway.context import Target
 from reef.gateway.exchange import Exchange, Items
 from reef.gateway.session import session_of, tags_of
-from reef.harness.tree import apply_rules
+from reef.harness.apply import Applied
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
@@ -94,7 +94,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
     earlier: Sequence[Json] = ()
     if dialect == "responses" and body.get("previous_response_id") is not None:
         earlier = await responses.earlier(app, call, serving.scenario, body, target.engine)
-    rendered, start = _plan(ask, body, earlier, target, shelved.rules)
+    rendered, start = _plan(ask, body, earlier, target, shelved.applied)
     facts = {
         "id": receipt,
         "scenario": serving.scenario,
@@ -118,7 +118,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
 
 
 def _plan(
-    ask: Ask, body: dict[str, Any], earlier: Sequence[Json], target: Target, rules: str | None
+    ask: Ask, body: dict[str, Any], earlier: Sequence[Json], target: Target, applied: Applied
 ) -> tuple[bytes | None, Callable[[], Items]]:
     """What the engine gets instead of the request (None: the request itself), and how its work is started."""
     engine = target.engine
@@ -126,8 +126,7 @@ def _plan(
         changed = body
         if earlier:
             changed = responses.expand(changed, earlier)
-        if rules is not None:
-            changed = apply_rules(changed, rules, ask.dialect)
+        changed = applied.apply(changed, ask.dialect)
         rendered = None if changed is body else write(changed, body)
         asked = ask if rendered is None else replace(ask, body=rendered)
         return rendered, lambda: engine.answer(asked)
@@ -138,8 +137,8 @@ def _plan(
         raise InputError(f"the engine {target.name} does not speak {ask.dialect}; it speaks {spoken}", param="model")
     if asked.dialect == "count" and "count" not in engine.dialects:
         return None, lambda: _estimated(body)
-    if rules is not None:
-        asked = replace(asked, body=write(apply_rules(orjson.loads(asked.body), rules), body))
+    if applied:
+        asked = replace(asked, body=write(applied.apply(orjson.loads(asked.body)), body))
     return asked.body, lambda: translation.answer(engine.answer(asked))
 
 

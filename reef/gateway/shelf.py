@@ -1,6 +1,6 @@
 """Releases the gateway has looked up, kept: a release never changes, so once is enough.
 
-Knows: which scenario a release is of, its number, and the rules its harness part adds to a request.
+Knows: which scenario a release is of, its number, and what its harness part adds to a request.
 Does not know: what is served (`scenario.Watch`), or weights.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from reef.core.nouns import Release
 from reef.harness import tree
+from reef.harness.apply import NOTHING, Applied
 from reef.releases import ReleaseChain
 
 KEPT = 1024
@@ -20,7 +21,7 @@ KEPT = 1024
 @dataclass(frozen=True, slots=True)
 class Shelved:
     release: Release
-    rules: str | None
+    applied: Applied
 
 
 class Shelf:
@@ -46,8 +47,8 @@ class Shelf:
 
     def _read(self, release_id: str, scenario: str | None) -> Shelved:
         release = self._chain.get(release_id, None if scenario is None else [scenario])
-        rules = None
+        applied = NOTHING
         if "harness" in release.parts:
             path: Path = self._chain.files(release.id, "harness")[tree.FILE]
-            rules = tree.render_rules(tree.read(path.read_bytes()))
-        return Shelved(release, rules)
+            applied = Applied.of(tree.read(path.read_bytes()))
+        return Shelved(release, applied)

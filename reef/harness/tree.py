@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from reef.core.errors import ChainError, InputError
 from reef.core.nouns import Json
+from reef.harness import kinds
 
 FILE = "harness.json"
-MAX_ENTRIES = 256
-MAX_ENTRY = 16 * 1024  # bytes of one entry's canonical JSON
-MAX_TREE = 256 * 1024  # bytes of the whole file
+MAX_ENTRIES = 1024
+MAX_ENTRY = 64 * 1024  # bytes of one entry's canonical JSON
+MAX_TREE = 1024 * 1024  # bytes of the whole file
 
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -32,7 +33,7 @@ class Entry:
     """One entry of a harness tree."""
 
     id: str
-    kind: str  # rules (others come later: config, command, skill, extension)
+    kind: str  # one of `kinds.KINDS`
     config: Json
 
 
@@ -46,23 +47,13 @@ class Mutation:
     config: Json = None
 
 
-def _check_rules(config: Json) -> str | None:
-    if not isinstance(config, dict) or set(config) != {"text"} or not isinstance(config["text"], str):
-        return 'needs the config {"text": "…"} and nothing else'
-    return None if config["text"].strip() else "has an empty text"
-
-
-KINDS: dict[str, Callable[[Json], str | None]] = {"rules": _check_rules}
-"""What each kind asks of its config: None, or what is wrong with it."""
-
-
 def flaw(entry: Entry) -> str | None:
     """Why this entry cannot stand in a tree, as the end of a sentence that begins with its id; None when it can."""
     if not isinstance(entry.id, str) or not _ID.fullmatch(entry.id):
         return "is not a valid id: use 1 to 64 of a-z, 0-9, '.', '_', '-', beginning with a letter or digit"
-    if not isinstance(entry.kind, str) or entry.kind not in KINDS:
-        return f"has the unknown kind {entry.kind!r}; known: {', '.join(sorted(KINDS))}"
-    if (wrong := KINDS[entry.kind](entry.config)) is not None:
+    if not isinstance(entry.kind, str) or entry.kind not in kinds.KINDS:
+        return f"has the unknown kind {entry.kind!r}; known: {', '.join(sorted(kinds.KINDS))}"
+    if (wrong := kinds.flaw(entry.kind, entry.config)) is not None:
         return wrong
     try:
         size = len(_bytes(_plain(entry)))

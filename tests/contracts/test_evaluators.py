@@ -15,6 +15,7 @@ from reef.engines.fake import FakeEngine, Fault
 from reef.evaluation.ask import Question
 from reef.evaluation.book import Book
 from reef.evaluation.suite import GENERAL, Listed, Sources
+from reef.harness.apply import Applied
 
 CHECKS = {
     "always": False, "guarded": True, "floor": True, "better": True, "no_worse": True, "protected": True,
@@ -76,7 +77,9 @@ def make(name, engine, prompts=None, tasks=SUMS, **options):
     """A policy by its name, with a memory of its own."""
     book = Book.memory()
     suite = Sources("a", [Listed("sums", tasks)], book) if tasks else None
-    means = evaluation.Means("a", engine, "base", book=book, suite=suite, prompts=prompts, renders=lambda one: None)
+    means = evaluation.Means(
+        "a", engine, "base", book=book, suite=suite, prompts=prompts, renders=lambda one: Applied()
+    )
     return load(evaluation.POLICIES[name])(means, evaluation.Sizes(), OPTIONS.get(name, {}) | options)
 
 

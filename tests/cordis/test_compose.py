@@ -63,7 +63,7 @@ def test_every_reason_is_given_at_once():
 
 def test_a_full_tree_refuses_one_more():
     full = tuple(rule(f"r{i}") for i in range(MAX_ENTRIES))
-    assert "limit is 256" in propose(full, [create("one-more")]).refused[0]
+    assert "limit is 1024" in propose(full, [create("one-more")]).refused[0]
     assert propose(full, [create("one-more"), Mutation("remove", "r0")]).entries is not None
 
 

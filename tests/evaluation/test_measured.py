@@ -13,6 +13,7 @@ from reef.evaluation.ask import Question
 from reef.evaluation.book import Book
 from reef.evaluation.policies import AllOf, Better, Floor, NoWorse, Protected
 from reef.evaluation.suite import Listed, Sources
+from reef.harness.apply import Applied
 
 
 class Sum:
@@ -185,7 +186,7 @@ async def test_a_request_the_candidate_makes_impossible_is_a_zero_and_said(says,
         for n in range(48)
     ]
     book = Book.memory()
-    renders = lambda one: "Be exact. " * 30 if one.id == "c" else None  # noqa: E731
+    renders = lambda one: Applied("Be exact. " * 30 if one.id == "c" else None)  # noqa: E731
     means = Means("s", engine, "base", book=book, suite=Sources("s", [Listed("sums", long)], book), renders=renders)
     found = await Better(means, Sizes(), {}).evaluate(release("c", rules="h"), release("i"), 1)
     failed = found.metrics["impossible"]

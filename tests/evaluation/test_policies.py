@@ -11,6 +11,7 @@ from reef.core.load import load
 from reef.engines.fake import FakeEngine, Fault
 from reef.evaluation import POLICIES, Means, Sizes, check
 from reef.evaluation.policies import Always, Guarded
+from reef.harness.apply import Applied
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ async def test_a_harness_candidate_is_asked_with_its_rules(engine, release, gate
 
     def renders(one):
         part = one.parts.get("harness")
-        return rules[part.files["harness.json"][0]] if part else None
+        return Applied(rules[part.files["harness.json"][0]] if part else None)
 
     heard = []
 
@@ -116,7 +117,7 @@ async def test_a_harness_candidate_is_asked_with_its_rules(engine, release, gate
 
 async def test_rules_that_leave_no_room_for_a_question_are_rejected(release, records):
     engine = FakeEngine(context=100)
-    renders = lambda one: "word " * 200 if one.id == "c" else None  # noqa: E731
+    renders = lambda one: Applied("word " * 200 if one.id == "c" else None)  # noqa: E731
     guarded = Guarded(Means("s", engine, "base", renders=renders), Sizes(), {})
     found = await guarded.evaluate(release("c", rules="h"), release("i"), 1)
     assert found.verdict == "reject"

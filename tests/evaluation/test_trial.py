@@ -21,6 +21,7 @@ from reef.evaluation.ask import Asker, Question
 from reef.evaluation.book import Book
 from reef.evaluation.suite import Listed, Sources
 from reef.evaluation.trial import Trial, exhausted
+from reef.harness.apply import Applied
 
 SIZES = Sizes(tasks=40, repeats=3)
 
@@ -185,7 +186,7 @@ async def test_a_request_the_candidate_makes_impossible_is_its_worst_score(relea
     engine = FakeEngine(context=20, reply=lambda *_: "yes")
     suite = Sources("s", [Listed("suite", tasks(3))], book)
     rules = {"c": "word " * 30, "i": "Be kind."}
-    made = Means("s", engine, "base", book=book, suite=suite, renders=lambda one: rules[one.id])
+    made = Means("s", engine, "base", book=book, suite=suite, renders=lambda one: Applied(rules[one.id]))
     for _ in range(2):  # kept, like any score
         trial = await Trial.open(made, release("c"), release("i"), sizes=SIZES)
         await trial.more(3)

@@ -20,6 +20,7 @@ from reef.gateway.auth import Tokens
 from reef.gateway.context import Context, Target
 from reef.gateway.serve import server
 from reef.harness import tree
+from reef.harness.apply import NOTHING, Applied
 from reef.records import Query
 from reef.scenario.serving import Watch
 from tests.loop.kit import NAME, World
@@ -76,8 +77,8 @@ class Shape(World):
 
     def _rules(self, release):
         if "harness" not in release.parts:
-            return None
-        return tree.render_rules(tree.read(self.chain.files(release.id, "harness")[tree.FILE].read_bytes()))
+            return NOTHING
+        return Applied.of(tree.read(self.chain.files(release.id, "harness")[tree.FILE].read_bytes()))
 
     async def ask(self, text):
         """An answer over HTTP, and its record as the API shows it."""

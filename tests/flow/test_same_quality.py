@@ -21,6 +21,7 @@ from reef.evaluation.book import Book
 from reef.evaluation.policies import Better
 from reef.evaluation.scorers import make
 from reef.evaluation.suite import Listed, Sources
+from reef.harness.apply import NOTHING, Applied
 from tests.engines.kit import Releases, lora_files, make_lora, running
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
@@ -56,8 +57,8 @@ def release(name: str, weights: str, rules: str | None = None) -> Release:
     )
 
 
-def renders(of: Release) -> str | None:
-    return of.parts["harness"].files["harness.json"][0] if "harness" in of.parts else None
+def renders(of: Release) -> Applied:
+    return Applied(of.parts["harness"].files["harness.json"][0]) if "harness" in of.parts else NOTHING
 
 
 def gate(engine: LocalEngine, name: str, tasks: list[Task]) -> Better:

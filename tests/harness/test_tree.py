@@ -64,7 +64,7 @@ def test_an_entry_that_cannot_stand_is_named_with_its_flaw(entry, word):
 
 def test_limits_and_repeats():
     write([rule(f"r{i}") for i in range(MAX_ENTRIES)])
-    with pytest.raises(InputError, match="limit is 256"):
+    with pytest.raises(InputError, match="limit is 1024"):
         write([rule(f"r{i}") for i in range(MAX_ENTRIES + 1)])
     with pytest.raises(InputError, match="two harness entries"):
         write([rule("a"), rule("a", "other")])
