@@ -10,7 +10,7 @@ how its prompt's answers can be checked; wrong users report the opposite score a
 empty answers. The gate's suite is the scenario's own held-out traffic, wrong and hostile checks included.
 
 Scores in the figure are true ones, by the script: of live answers (moving mean), and of prompts that no user ever asks,
-before the first and after the last report, and at each change. `--write` stores bench/unattended.json and the figure.
+before the first and after the last report, and at each change. `--write` stores bench/unattended.json (bench/unattended_better.json) and the figure.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ CONFIG = """
 reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, default_scenario: clean, port: {port}, state_dir: {state}}}
 releases: {{watch: {{reports: 100}}}}
 gate:
-  policy: better
+  policy: POLICY
   suite: [traffic, failures]
   holdout: 0.25
-  evaluate_every: 3
+  evaluate_every: EVERY
   patience: 5
   tasks: 96
 scenarios:
@@ -71,6 +71,10 @@ scenarios:
     gate: {{policy: always, suite: null}}
     releases: {{watch: {{action: off}}}}
 """
+
+
+EVERY = {"guarded": "1", "better": "3"}
+"""Steps between two looks, by policy: a comparison needs a difference that can be seen."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +169,12 @@ async def probe(client: httpx.AsyncClient, arm: Arm, kept: list[Prompt], when: s
     }
 
 
-async def run(minutes: float, seed: int, state: Path) -> dict[str, Any]:
+async def run(minutes: float, seed: int, policy: str, state: Path) -> dict[str, Any]:
     asked, kept = prompts()
     arms = [Arm(name, random.Random(f"{seed}/{name}"), name != "clean") for name in ARMS]
     length = 60.0 * minutes
-    with served(state, CONFIG) as (url, token):
+    config = CONFIG.replace("POLICY", policy).replace("EVERY", EVERY[policy])
+    with served(state, config) as (url, token):
         head = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=url, headers=head, timeout=300) as client:
             for arm in arms:
@@ -195,6 +200,7 @@ async def run(minutes: float, seed: int, state: Path) -> dict[str, Any]:
             acts = {arm.name: await happened(client, arm.name, started) for arm in arms}
     return {
         "minutes": minutes,
+        "policy": policy,
         "seed": seed,
         "arms": {
             arm.name: {
@@ -307,16 +313,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--policy", choices=sorted(EVERY), default="guarded", help="of the gate (default: guarded)")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--keep", type=Path, help="keep the state folder here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(run(given.minutes, given.seed, given.keep or Path(folder) / "state"))
+        result = asyncio.run(run(given.minutes, given.seed, given.policy, given.keep or Path(folder) / "state"))
     for name, arm in result["arms"].items():
         kinds = [act["kind"] for act in arm["acts"]]
         said = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         print(f"{name}: probes {arm['probes']}, lowest 100 live answers {arm['worst_live']}, {said}")
-    place = HERE / "unattended" if given.write else Path(tempfile.gettempdir()) / "reef-unattended"
+    name = "unattended" if given.policy == "guarded" else f"unattended_{given.policy}"
+    place = HERE / name if given.write else Path(tempfile.gettempdir()) / "reef-unattended"
     place.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, place.with_suffix(".png"))
     print(f"written: {place}.json and .png")

@@ -5,6 +5,7 @@ Does not know: weights, or what a rule means. It is the smallest harness method 
 
 - A report's text becomes a rule only when it is a string, passes `cordis.screen`, and reads like a sentence.
 - The same text, in other case or punctuation, never becomes a second rule.
+- Of two of its rules that say another thing of the same ("My name is A", "My name is B") the newer stands.
 - At most `max_rules` of its rules stand at once; the oldest leave first. Rules of other origin are never touched.
 - Deterministic: the same batch and tree give the same mutations, so a retry makes the same candidate.
 """
@@ -26,6 +27,8 @@ from reef.harness.tree import Entry, Mutation
 from reef.recipe import Objective
 
 PREFIX = "feedback-"
+_IS = re.compile(r"(?:my|our|the) (?:\w+ ){1,4}?(?:is|are) (?!not\b)(?=(?:\w+ ?){1,3}$)")
+"""Who or what something is, in few words: two such sentences of one beginning contradict each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class FeedbackRules:
     """`batch_size` reports make one proposal; a rule has at most `max_length` characters."""
 
     part: ClassVar[PartName | None] = "harness"
+    applies: ClassVar[bool] = True  # people who write to an application want its next answers to be better
     batch_size: int = 1
     max_rules: int = 8
     max_length: int = 200
@@ -64,10 +68,13 @@ class FeedbackRules:
                 known.add(_key(text))
                 mark = hashlib.sha256(_key(text).encode()).hexdigest()[:8]
                 mutations.append(Mutation("create", f"{PREFIX}{unit.seq:012d}-{mark}", "rules", {"text": text}))
-        mutations = mutations[-self.max_rules :]
-        mine = sorted(entry.id for entry in tree if entry.id.startswith(PREFIX))
-        surplus = max(0, len(mine) + len(mutations) - self.max_rules)
-        return [Mutation("remove", name) for name in mine[:surplus]] + mutations
+        mutations = list({_about(one.config["text"]): one for one in mutations}.values())[-self.max_rules :]
+        about = {_about(one.config["text"]) for one in mutations}
+        mine = sorted((entry for entry in tree if entry.id.startswith(PREFIX)), key=lambda entry: entry.id)
+        old = [entry.id for entry in mine if _about(entry.config["text"]) in about]
+        rest = [entry.id for entry in mine if entry.id not in old]
+        gone = old + rest[: max(0, len(rest) + len(mutations) - self.max_rules)]
+        return [Mutation("remove", name) for name in sorted(gone)] + mutations
 
 
 def clean(feedback: Json, max_length: int) -> str | None:
@@ -88,6 +95,13 @@ def clean(feedback: Json, max_length: int) -> str | None:
     if not any(letter.isalpha() for letter in text) or (text.isascii() and len(text.split()) < 3):
         return None
     return text if text[-1] in ".!?。！？" or len(text) >= max_length else text + "."
+
+
+def _about(text: str) -> str:
+    """What a rule is about: of "My name is Anna" and the like, what stands up to the verb; else the rule itself."""
+    key = _key(text)
+    found = _IS.match(key)
+    return found[0] if found else key
 
 
 def _key(text: str) -> str:

@@ -33,6 +33,7 @@ class OPDRecipe:
     seed: int = 0
 
     part: ClassVar[PartName | None] = "weights"
+    trusted: ClassVar[frozenset[str]] = frozenset({"teacher"})
     signals: ClassVar[frozenset[Signal]] = frozenset({"answer"})
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from reef.core.nouns import PartName, Record
     from reef.engines import Engine
     from reef.experience.holdout import Holdout
+    from reef.harness.episode import Rooms
     from reef.loop.binding import Binding, Tools
     from reef.loop.hook import Webhook
     from reef.recipe import Recipe
@@ -359,6 +360,8 @@ async def _serve(boot: Boot) -> None:
             engines=engines,
             route=scenarios.route,
             lenient=scenarios.lenient,
+            wish=scenarios.wish,
+            learning=scenarios.learning,
             tokens=tokens,
             ensure_scenario=lambda name, created: _create(boot, settings, chain, board, name, created),
             learner=learner,
@@ -374,6 +377,7 @@ async def _serve(boot: Boot) -> None:
             default_scenario=reef.default_scenario,
             create_scenarios=reef.create_scenarios,
             fixed=frozenset(settings.scenarios),
+            public_url=reef.public_url,
             limits=Limits(**settings.limits.model_dump()),
             meter=meter,
             metrics=metrics,
@@ -417,6 +421,7 @@ async def _learn(boot: Boot) -> None:
         sessions = Sessions.open(state / "sessions.db")
         stack.callback(sessions.close)
         tools = Tools(store, chain, board, ledger, trainer, state / "training", Journal(board), book, sessions)
+        rooms = gate.rooms(settings, boot.address, boot.run / "rooms", board, store)
 
         def binding(name: str) -> Binding:
             """A scenario's binding; kept (with what its gate has cached) until its settings change."""
@@ -431,7 +436,7 @@ async def _learn(boot: Boot) -> None:
                     )
                 if (why := trouble(boot, settings, chain, name, bound.settings.engine)) is not None:
                     raise EngineError(why)
-                known[name] = (created, _bind(boot, settings, bound, engines, tools))
+                known[name] = (created, _bind(boot, settings, bound, engines, tools, rooms))
             return known[name][1]
 
         keeping = asyncio.create_task(_keep(settings, chain), name="keep")
@@ -454,9 +459,12 @@ def _webhook(settings: Settings, tools: Tools) -> Webhook | None:
     return Webhook(tools, given.url, given.kinds, secret=secret, wanted=given.secret_env)
 
 
-def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, Engine], tools: Tools) -> Binding:
+def _bind(
+    boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, Engine], tools: Tools,
+    rooms: Rooms | None = None,
+) -> Binding:  # fmt: skip
     """How a scenario learns, with the means of its gate."""
-    from reef.loop.binding import Binding, Watching
+    from reef.loop.binding import Binding, Searching, Watching
 
     wanted, chain = bound.settings, cast("GitChain", tools.chain)
     assert tools.book is not None
@@ -465,7 +473,7 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         units = [f"{record.id}:{choice.index}" for choice in record.choices]
         return any(fate == "trained" for unit in units for _, _, fate, _, _ in tools.ledger.fate(wanted.name, unit))
 
-    base_id = parts.first(chain, wanted.name)
+    base_id, wish = parts.first(chain, wanted.name), parts.wish(wanted, bound.recipes.get("harness"))
     means, held = gate.means(
         settings,
         wanted,
@@ -475,8 +483,9 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         board=tools.board,
         book=tools.book,
         trained=trained,
-        renders=lambda release: parts.applied(chain, release),
+        renders=lambda release: parts.applied(chain, release, wish),
         local=boot.model["name"] if boot.model else None,
+        rooms=rooms,
     )
     return Binding(
         wanted.name,
@@ -492,6 +501,13 @@ def _bind(boot: Boot, settings: Settings, bound: Bound, engines: Mapping[str, En
         next_seconds=wanted.training.next_seconds,
         client_share=wanted.training.client_share,
         ask=asking(settings, engines, wanted.engine, base_id),
+        trigger=wanted.training.trigger,
+        searching=Searching(
+            means,
+            gate.sizes(wanted.gate),
+            wish,
+            gate.reading(wanted.gate, gate.judging(settings, wanted.gate, engines, base_id)),
+        ),
         past=gate.past(wanted, means),
     )
 

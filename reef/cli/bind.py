@@ -137,6 +137,13 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
             "releases.remote at the top of the configuration",
             param="releases.remote",
         )
+    for key in ("clients", "parallel"):
+        if getattr(scenario.harness, key) != getattr(settings.harness, key):
+            raise ConfigError(
+                f"{lookup((*within, 'harness', key))}: agents of all scenarios work in one place; set harness.{key} at "
+                "the top of the configuration",
+                param=f"harness.{key}",
+            )
     recipes: dict[PartName, Recipe] = {}
     names: dict[PartName, str] = {}
     floor = scenario.gate.evaluate_every * scenario.gate.patience
@@ -159,6 +166,13 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
             rules.choice(where, asked, engine_names(settings), lookup, "engine", path=False)
         recipes[part], names[part] = made, use.recipe
     asides = gate.check(settings, scenario, engine_names(settings), lookup, within)
+    if scenario.training.trigger == "manual":
+        taking = [part for part, made in recipes.items() if part == "weights" or hasattr(made, "search")]
+        if recipes and not taking:
+            asides.append(
+                f"training.trigger is manual and {' + '.join(names.values())} takes no instructions: nothing is learnt "
+                "from experience; set training.trigger: auto"
+            )
     return Bound(scenario, recipes, names, tuple(asides))
 
 
@@ -227,4 +241,20 @@ def harmless(settings: Settings, wanted: ScenarioSettings) -> None:
     for path in (use.recipe for use in wanted.recipes):
         if ":" in path and path not in paths:
             raise ConfigError(f"{path} is not named in this server's configuration; a request cannot load code")
+    for use in wanted.recipes:
+        _trusted(use, [one for scenario in own for one in scenario.recipes if one.recipe == use.recipe])
     gate.harmless(settings, wanted, own)
+
+
+def _trusted(use: Use, own: Sequence[Use]) -> None:
+    """Fields that name files or code of the server (`trusted`): a request can repeat what the configuration says."""
+    from reef.recipe import RECIPES
+
+    fields: frozenset[str] = getattr(load(RECIPES.get(use.recipe, use.recipe), what="recipe"), "trusted", frozenset())
+    for name in sorted(fields & use.fields.keys()):
+        if use.fields[name] is not None and use.fields[name] not in [one.fields.get(name) for one in own]:
+            raise ConfigError(
+                f"{name}: {use.recipe} reads it from this server, so a request cannot choose it; set it in the "
+                "configuration",
+                param=name,
+            )

@@ -1,4 +1,4 @@
-"""`reef report`: feedback on answers, by their receipts.
+"""`reef report`: feedback on answers, by their receipts or their session.
 
 Knows: how to write a report's body from flags. Does not know: what the feedback is worth.
 """
@@ -21,13 +21,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="report on an answer by its receipt",
         description="Report on one or more answers. A receipt is an answer's x-reef-agent-record-id header.",
     )
-    parser.add_argument("references", nargs="+", metavar="RECEIPT")
+    parser.add_argument("references", nargs="*", metavar="RECEIPT")
+    parser.add_argument("--session", metavar="ID", help="instead of receipts: the session id that the client sent")
     parser.add_argument("--score", type=float, help="how good it was, a number")
     parser.add_argument("--feedback", help="what was wrong or right, in words")
     parser.add_argument("--fix", metavar="TEXT", help="what the answer should have been")
     parser.add_argument("--choice", type=int, help="which choice of an answer with several, from 0")
     parser.add_argument("--metadata", metavar="JSON", help="a JSON object that is kept with it, such as a check")
-    options.server(parser, scenario=False)
+    options.server(parser)
     options.reading(parser)
     parser.set_defaults(run=run)
 
@@ -39,13 +40,18 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("nothing to report; give --score, --feedback or --fix")
     if args.score is not None and not math.isfinite(args.score):
         raise InputError(f"--score must be a finite number, not {args.score}; 0 and 1 are usual", param="score")
-    given = {name: value for name, value in body.items() if value is not None}
+    if bool(args.references) == (args.session is not None):
+        raise InputError("name receipts, or a session with --session ID; not both", param="references")
+    about = {"session": args.session} if args.session is not None else {"references": args.references}
+    given = {name: value for name, value in body.items() if value is not None} | about
+    headers = {"content-type": "application/json"} | ({"x-reef-scenario": args.scenario} if args.scenario else {})
     with connect(args) as api:
-        answer = api.post("/reef/report", {**given, "references": args.references})
+        answer = api.send("/reef/report", json.dumps(given).encode(), headers)
     if args.json:
         return show.dump(answer)
     print(
         f"{answer['agent_record_id']} in scenario {answer['scenario']}"
+        + (f", on {answer['records']} records" if "records" in answer else "")
         + (" (known already)" if answer["duplicate"] else "")
     )
     return 0

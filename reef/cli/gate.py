@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from reef.config import ScenarioSettings, Settings
@@ -18,15 +19,18 @@ from reef.config.file import Where, dotted
 from reef.config.settings import GateSettings, dotted_source
 from reef.core.errors import ConfigError
 from reef.core.load import load
-from reef.core.nouns import Record, Release
+from reef.core.nouns import Record, Release, Usage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from reef.engines import Engine
-    from reef.evaluation import Evaluator, Means, Price, Sizes, Suite
+    from reef.evaluation import Evaluator, Means, Price, Sizes, Suite, Task
     from reef.evaluation.book import Book
     from reef.evaluation.suite import Judging
     from reef.experience.holdout import Holdout
     from reef.harness.apply import Applied
+    from reef.harness.episode import Rooms
     from reef.records import RecordStore
     from reef.records.board import Board
     from reef.records.journal import Journal
@@ -194,9 +198,10 @@ def judging(
     from reef.evaluation import Price
     from reef.evaluation.scorers import Reach
     from reef.evaluation.suite import Judging
+    from reef.harness.clients import Clients
 
     prices = {name: Price(one.prompt, one.output) for name, one in settings.prices.items()}
-    return Judging(gate.scorer, Reach(engines, prices, base_id))
+    return Judging(gate.scorer, Reach(engines, prices, base_id), Clients(settings.harness.clients))
 
 
 def suite(
@@ -216,7 +221,7 @@ def suite(
     for source in sources(gate):
         if source == "traffic":
             if store is not None and holdout is not None:
-                found.append(Traffic(name, store, holdout, judging, trained))
+                found.append(Traffic(name, store, holdout, judging, trained, lambda: book.since(name)))
         elif source == "failures":
             if store is not None:
                 found.append(Failures(name, store, book, judging))
@@ -225,6 +230,37 @@ def suite(
         else:
             found.append(Listed(source.rsplit("/", 1)[-1], load_suite(source, judging)))
     return Sources(name, found, book) if sources(gate) else None
+
+
+def reading(gate: GateSettings, judging: Judging) -> Callable[[str], Sequence[Task]]:
+    """Reads tasks of a file or dotted path for a recipe that searches. What the gate decides on is not for it."""
+    from reef.evaluation import Task as Known
+    from reef.evaluation.suite import load_suite, read_line
+
+    own = {"traffic", "failures", *sources(gate)}
+    files = {Path(source).resolve() for source in own if not dotted_source(source)}
+
+    def read(source: str) -> Sequence[Task]:
+        if source in own or (not dotted_source(source) and Path(source).resolve() in files):
+            raise ConfigError(f"{source} is what the gate decides on (gate.suite); a search needs tasks of its own")
+        if not dotted_source(source):
+            return load_suite(source, judging)
+        given = load(source, what="suite")
+        given = given() if callable(given) else given
+        if not isinstance(given, Iterable):
+            raise ConfigError(f"{source} gives no tasks: it is neither a list nor a function that returns one")
+        made = []
+        for number, item in enumerate(given, 1):
+            if isinstance(item, Known):
+                made.append(item)
+                continue
+            try:
+                made.append(read_line(item, number, judging, trust="configuration", origin="code"))
+            except (ValueError, TypeError, OverflowError, ConfigError) as error:
+                raise ConfigError(f"{source}, task {number}: {error}") from None
+        return tuple(made)
+
+    return read
 
 
 def holdout(gate: GateSettings, name: str, book: Book) -> Holdout | None:
@@ -278,9 +314,10 @@ def means(
     trained: Callable[[Record], bool],
     renders: Callable[[Release], Applied],
     local: str | None,
+    rooms: Rooms | None = None,
 ) -> tuple[Means, Holdout | None]:
     """What a scenario's policy measures with, and which prompts never train. `base_id` is its release 0, `local` the
-    embedded model's name, `trained` says whether a record was learnt from."""
+    embedded model's name, `trained` says whether a record was learnt from, `rooms` is where agents work."""
     from reef.evaluation import Means
     from reef.records.journal import Journal
 
@@ -299,8 +336,25 @@ def means(
         model=settings.engine(scenario.engine).model,
         price=price(settings, scenario, local),
         capped=lambda month, why: told(journal, name, month, why),
+        episodes=rooms.of(name, settings.engine(scenario.engine).model) if rooms is not None else None,
     )
     return found, held
+
+
+def rooms(settings: Settings, address: str, folder: Path, board: Board, store: RecordStore) -> Rooms:
+    """Where agents work on the jobs of all scenarios. `address` is the gateways', `folder` its own."""
+    from reef.harness.clients import Clients
+    from reef.harness.episode import Rooms as Made
+    from reef.records.present import present
+    from reef.records.tokens import TokenTable
+
+    async def usage(receipts: Sequence[str]) -> Usage:
+        found = [one.usage for one in await present(store.get, receipts) if isinstance(one, Record)]
+        known = [one for one in found if one is not None]
+        return Usage(sum(one.prompt_tokens for one in known), sum(one.completion_tokens for one in known))
+
+    own = settings.harness
+    return Made(address, TokenTable(board).episode, folder, Clients(own.clients), own.parallel, usage=usage)
 
 
 def told(journal: Journal, name: str, month: str, why: str) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from reef.cli.process import Boot
-from reef.config import Settings
+from reef.config import ScenarioSettings, Settings
 from reef.core.errors import MissingError
 
 if TYPE_CHECKING:
     from reef.core.nouns import Release
     from reef.engines import Resolver, WeightFiles
-    from reef.harness.apply import Applied
+    from reef.harness.apply import Applied, Wish
     from reef.releases import NewPart
     from reef.releases.chain import GitChain
 
@@ -58,10 +58,21 @@ def first(chain: GitChain, name: str) -> str:
     return before
 
 
-def applied(chain: GitChain, release: Release) -> Applied:
+def wish(scenario: ScenarioSettings, recipe: object | None) -> Wish:
+    """What a scenario's requests get of its releases' harness: as configured, else as its harness recipe (an instance
+    or class; None: it has none) wishes."""
+    from reef.harness.apply import Wish as Wished
+
+    given = scenario.harness
+    apply = bool(getattr(recipe, "applies", False)) if given.apply is None else given.apply
+    return Wished(apply, given.skills, given.tokens)
+
+
+def applied(chain: GitChain, release: Release, wish: Wish) -> Applied:
+    """What a release adds to a request, exactly as the gateway does it."""
     from reef.harness import tree
     from reef.harness.apply import NOTHING, Applied
 
     if "harness" not in release.parts:
         return NOTHING
-    return Applied.of(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()))
+    return Applied.of(tree.read(chain.files(release.id, "harness")[tree.FILE].read_bytes()), wish)

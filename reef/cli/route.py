@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from reef.cli import parts, process
 from reef.cli.bind import bind, engine_names, harmless, running
 from reef.cli.process import Boot
 from reef.config import ScenarioSettings, Settings
@@ -19,7 +20,8 @@ from reef.core.errors import ChainError, ConfigError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from reef.engines import Engine
-    from reef.gateway.context import Target
+    from reef.gateway.context import Learning, Target
+    from reef.harness.apply import Wish
     from reef.records.board import Board
 
 NOTHING = ("record", "reef.recipe.record:RecordRecipe")
@@ -53,6 +55,8 @@ class _Known:
     bound: bool
     recipes: str
     learns: bool
+    wish: Wish
+    learning: Learning
     created: Mapping[str, Any]
     trouble: str | None  # why it cannot be served by its engine
 
@@ -109,6 +113,14 @@ class Scenarios:
         wanted = self._settings.records.on_trouble
         return wanted == "serve" if wanted is not None else not self._find(name).learns
 
+    def learning(self, name: str) -> Learning:
+        """How it can be told to learn."""
+        return self._find(name).learning
+
+    def wish(self, name: str) -> Wish:
+        """What its requests get of its releases' harness."""
+        return self._find(name).wish
+
     def route(self, scenario: str, model: str | None) -> Target:
         """Who answers a scenario's request for a model.
 
@@ -150,9 +162,43 @@ class Scenarios:
             trouble = None
             with contextlib.suppress(ChainError):  # a damaged chain is told where a release of it is read
                 trouble = self._trouble(name, scenario.engine)
-            found = _Known(scenario.engine, model, bound, " + ".join(names), learns, created, trouble)
+            wish = parts.wish(scenario, harness_recipe(scenario))
+            told = instructed(scenario)
+            found = _Known(scenario.engine, model, bound, " + ".join(names), learns, wish, told, created, trouble)
             self._known[name] = found
         return found
+
+
+def harness_recipe(scenario: ScenarioSettings) -> object | None:
+    """The class of the recipe that learns a scenario's harness; None when there is none, or it cannot be loaded here
+    (the learner says so)."""
+    from reef.core.load import load
+    from reef.recipe import RECIPES
+
+    process.own_folder()
+    for use in scenario.recipes:
+        with contextlib.suppress(ConfigError):
+            made: object = load(RECIPES.get(use.recipe, use.recipe), what="recipe")
+            if getattr(made, "part", None) == "harness":
+                return made
+    return None
+
+
+def instructed(scenario: ScenarioSettings) -> Learning:
+    """Its training's trigger, and the parts whose recipes take a person's instructions."""
+    from reef.core.load import load
+    from reef.gateway.context import Learning as Told
+    from reef.recipe import RECIPES
+
+    process.own_folder()
+    parts = []
+    for use in scenario.recipes:
+        with contextlib.suppress(ConfigError):  # the learner says what is wrong with it
+            made = load(RECIPES.get(use.recipe, use.recipe), what="recipe")
+            part = getattr(made, "part", None)
+            if part == "weights" or (part == "harness" and hasattr(made, "search")):
+                parts.append(part)
+    return Told(scenario.training.trigger, tuple(parts))
 
 
 def answering(boot: Boot, settings: Settings) -> dict[str, str]:

@@ -54,6 +54,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         parser.set_defaults(run=run)
 
 
+def _doing(work: Mapping[str, Any]) -> str:
+    """What a part's learner does, and how far it is: evaluating (episodes 5 of 32)."""
+    state, progress = str(work.get("state", "")), work.get("progress")
+    return f"{state} ({progress[0]} {progress[1]} of {progress[2]})" if progress else state
+
+
 def status(args: argparse.Namespace) -> int:
     with connect(args) as api:
         found = api.get("/reef/status")
@@ -68,7 +74,7 @@ def status(args: argparse.Namespace) -> int:
         for part, work in parts:
             last = work.get("last") or {}
             pending, size = work.get("pending"), work.get("batch_size")
-            row = [name, f"{item['seq']} {item['release_id'][:10]}", item["recipe"] or "", part, work.get("state", "")]
+            row = [name, f"{item['seq']} {item['release_id'][:10]}", item["recipe"] or "", part, _doing(work)]
             row += [f"{pending}/{size}" if size else pending, work.get("step"), work.get("trained")]
             rows.append([*row, work.get("error") or last.get("reason")])
     heads = ["scenario", "release", "recipe", "part", "state", "pending", "step", "trained", "last"]

@@ -257,6 +257,22 @@ def _agreement(site: _Site, running: bool) -> Iterator[Finding]:
     yield from _cited(site)
     yield from _consumed(site)
     yield from _journal(site)
+    yield from _forgotten(site)
+
+
+def _forgotten(site: _Site) -> Iterator[Finding]:
+    """Harness entries that are served although what they came from was erased on request."""
+    from reef.cli import assemble, forget
+
+    audit = assemble.open_audit(site.folder)
+    for name, head in site.heads.items():
+        with site.store() as base, contextlib.suppress(ChainError, MissingError):  # what is not whole is told above
+            if said := forget.standing(site.chain, audit, head, partial(_erased, base)):
+                yield Finding(f"harness {name}", None, said)
+
+
+def _erased(base: sqlite3.Connection, ids: Iterable[str]) -> list[str]:
+    return [name for name in ids if base.execute("SELECT 1 FROM erased WHERE id = ?", (name,)).fetchone()]
 
 
 def _serving(site: _Site, running: bool) -> Iterator[Finding]:

@@ -18,6 +18,10 @@ from reef.core.errors import ReefError
 if TYPE_CHECKING:
     from rich.tree import Tree
 
+SHOWN = 20  # entries, and lines of each
+FEW = 3  # units, reports and people of one entry
+REASON = 100  # characters of a release's reason beside an entry
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -151,6 +155,7 @@ def _release(root: Tree, found: dict[str, Any]) -> None:
             for row in rejected["newest"]
         ]
         _branch(root, f"{rejected['count']} turned down since the release before", lines, always=True)
+    _entries(root, found["entries"])
     _learnt(root, found["learnt"])
     _briefs(root, "releases it comes from", found["ancestry"])
 
@@ -168,6 +173,7 @@ def _candidate(root: Tree, found: dict[str, Any]) -> None:
         branch = root.add(_text(said))
         if look["evaluation"] is not None:
             _evidence(branch, look["evaluation"])
+    _entries(root, found["entries"])
     _learnt(root, found["learnt"])
     _briefs(root, "releases it would come from", found["ancestry"])
 
@@ -182,6 +188,41 @@ def _evidence(root: Tree, measured: dict[str, Any]) -> None:
         money = "" if cost["money"] is None else f", {cost['money']:.4f} in money"
         tokens = cost["prompt_tokens"] + cost["output_tokens"]
         branch.add(_text(f"cost: {cost['calls']} calls, {tokens} tokens, {cost['seconds']:.1f} s{money}"))
+
+
+def _entries(root: Tree, entries: list[dict[str, Any]]) -> None:
+    """The harness tree with where it comes from, line by line as git blame shows a file."""
+    if not entries:
+        return
+    branch = root.add(_text(f"harness: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}"))
+    for item in entries[:SHOWN]:
+        leaf = branch.add(_text(f"{item['id']} ({item['kind']}): {origin(item)}"))
+        for line in item["lines"][:SHOWN]:
+            leaf.add(_text(f"{line['seq']} ({line['release_id'][:10]}) | {line['text']}"))
+        if len(item["lines"]) > SHOWN:
+            leaf.add(_text(f"{len(item['lines']) - SHOWN} more lines (--json has all)"))
+    if len(entries) > SHOWN:
+        branch.add(_text(f"{len(entries) - SHOWN} more entries (--json has all)"))
+
+
+def origin(item: dict[str, Any]) -> str:
+    """In a sentence: who brought an entry as it is now, and from what."""
+    said = f"release {item['seq']} ({item['release_id'][:10]}), {item['operation']} by {item['actor']}"
+    reason = item["reason"]
+    said += _because(reason if len(reason) <= REASON else reason[: REASON - 1] + "…")
+    if item["units"]:
+        said += f"; learnt from {_names(item['units'])}"
+    if item["reports"]:
+        said += f"; reported in {_names(item['reports'])}"
+    if item["people"]:
+        said += f"; people behind it: {_names(item['people'])}"
+    if item["forgotten"]:
+        said += "; WHAT IT CAME FROM WAS FORGOTTEN"
+    return said + (f" ({item['unsure']})" if item["unsure"] else "")
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
 def _learnt(root: Tree, learnt: dict[str, Any]) -> None:

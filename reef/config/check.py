@@ -26,6 +26,7 @@ from reef.core.errors import ConfigError, ReefError
 
 _COERCE = pydantic.ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
 _SECTIONS = {"GateSettings": "gate", "ReleaseSettings": "releases", "TrainingSettings": "training"}
+_SECTIONS |= {"HarnessSettings": "harness"}
 Lookup = Callable[[Where], Place]
 
 
@@ -196,7 +197,7 @@ def keys_at(where: Where) -> list[str]:
 def secret(key: str) -> bool:
     """Whether a setting's value is never shown."""
     last = key.rsplit(".", 1)[-1].lower()
-    return any(word in last for word in ("token", "secret", "password", "api_key")) and not last.endswith("_tokens")
+    return any(word in last for word in ("token", "secret", "password", "api_key")) and not last.endswith("tokens")
 
 
 def _keys(model: type[Section]) -> list[str]:

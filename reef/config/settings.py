@@ -167,11 +167,26 @@ class ReleaseSettings(Section):
 
 class TrainingSettings(Section):
     backend: Text = "local"  # local | fake (for tests), or package.module:Name
-    trigger: Literal["auto"] = "auto"  # a batch is trained as soon as it is full
+    trigger: Literal["auto", "manual", "hybrid"] = "auto"
+    """auto: a step is made as soon as experience makes a batch. manual: only when a person sends an instruction
+    (POST /reef/train). hybrid: both."""
     nice: Annotated[int, Field(ge=0, le=19)] = 19  # how far the trainer's process steps back when others want the CPU
     next_seconds: Seconds = 900.0  # a message that comes later says nothing of the answer before it
     client_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch that one client may fill while others wait
     options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments
+
+
+class HarnessSettings(Section):
+    """What the rules and skills of a release add to each request, for applications that have no client to install
+    them in. A request with `x-reef-harness: off` gets nothing (docs/apply.md)."""
+
+    apply: bool | None = None  # true, false, or null: as the harness recipe wishes (feedback_rules: true)
+    skills: Annotated[int, Field(ge=0, le=16)] = 3  # the most that one request gets: those that match its text best
+    tokens: Annotated[int, Field(gt=0, le=1_000_000)] = 1024  # of all that is added to one request, about
+    clients: Path | None = None
+    """For all scenarios: the folder with the clients of agents' episodes, as npm installs them (docs/episodes.md); null:
+    where `reef-AGENT` has its own, else what PATH has."""
+    parallel: Annotated[int, Field(ge=1, le=64)] = 2  # for all scenarios: episodes at once
 
 
 class PriceSettings(Section):
@@ -246,6 +261,7 @@ class ScenarioOverrides(Section):
     gate: dict[str, Any] = Field(default_factory=dict)
     releases: dict[str, Any] = Field(default_factory=dict)
     training: dict[str, Any] = Field(default_factory=dict)
+    harness: dict[str, Any] = Field(default_factory=dict)
 
     @pydantic.model_validator(mode="after")
     def _rules(self) -> Self:
@@ -263,6 +279,7 @@ class Settings(Section):
     gate: GateSettings = Field(default_factory=GateSettings)
     releases: ReleaseSettings = Field(default_factory=ReleaseSettings)
     training: TrainingSettings = Field(default_factory=TrainingSettings)
+    harness: HarnessSettings = Field(default_factory=HarnessSettings)
     records: RecordSettings = Field(default_factory=RecordSettings)
     prices: dict[str, PriceSettings] = Field(default_factory=dict)  # by model name, or engine/model
     limits: LimitSettings = Field(default_factory=LimitSettings)
@@ -307,6 +324,7 @@ class Settings(Section):
             gate=GateSettings.model_validate(self.gate.model_dump(exclude_unset=True) | over.gate),
             releases=ReleaseSettings.model_validate(_over(self.releases, over.releases)),
             training=TrainingSettings.model_validate(self.training.model_dump(exclude_unset=True) | over.training),
+            harness=HarnessSettings.model_validate(self.harness.model_dump(exclude_unset=True) | over.harness),
         )
 
 
@@ -331,6 +349,7 @@ class ScenarioSettings:
     gate: GateSettings
     releases: ReleaseSettings
     training: TrainingSettings
+    harness: HarnessSettings
 
 
 def _uses(reef: ReefSettings, over: ScenarioOverrides, kind: str, name: str) -> tuple[Use, ...]:

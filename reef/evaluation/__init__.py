@@ -13,6 +13,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from reef.evaluation.ask import Question
     from reef.evaluation.book import Book
     from reef.harness.apply import Applied
+    from reef.harness.episode import Episodes, Job
 
 POLICIES = {
     "always": "reef.evaluation.policies:Always",
@@ -79,6 +81,11 @@ class Task:
     protected: bool = False  # may never go from pass to fail (policy `protected`)
     receipt: str | None = None  # the live record it was made of
 
+    @property
+    def job(self) -> Job | None:
+        """What an agent works on, where the question is one for an agent."""
+        return self.question.job
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -111,7 +118,7 @@ class Means:
     `base_id` is the scenario's release 0. `prompts` gives recent records, held-out ones first when there are any.
     `renders` is what a release adds to each request (it may block). `model` is the name put into
     requests. `capped` is told the month and a sentence when a monthly cap ends a look, each time; telling it on is for
-    whoever knows what was told.
+    whoever knows what was told. `episodes` runs agents' jobs; without it they are missing.
     """
 
     scenario: str
@@ -124,6 +131,7 @@ class Means:
     model: str | None = None
     price: Price | None = None  # of the engine that is measured; None: not known
     capped: Callable[[str, str], None] | None = None
+    episodes: Episodes | None = None
 
     @classmethod
     def none(cls, suite: Suite | None = None) -> Means:
@@ -148,6 +156,10 @@ class Sizes:
     tokens: int | None = None
     money: float | None = None
 
+
+TOLD: ContextVar[Callable[[str, int, int], None]] = ContextVar("told", default=lambda stage, done, total: None)
+"""Told how far a look is: what is counted (answers, episodes), how many are there, of how many. Whoever calls
+`evaluate` sets it; looks of two scenarios go on at once, so it belongs to the task that looks."""
 
 Options = Mapping[str, object]
 """The configuration's `gate.options`: limits of the guards, and the policy's own fields."""

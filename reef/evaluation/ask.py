@@ -9,17 +9,20 @@ equal answers. Does not know: what an answer is worth, records, scenarios. Nothi
 - Answers are kept in memory by the content of the release's parts, so a published candidate needs no second asking.
 - Every try is a call of the bill; what was kept costs nothing. What goes on at the same time asks `apart`, each with a
   bill of its own.
+- A question with a job is not asked of the engine: an agent works on it, with the release's tree in its files
+  (`harness.episode`). Its own failure is `impossible`, that of its surroundings `missing`, by the same rules.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reef.core.errors import EngineError, InputError, LimitError, ReefError, UpstreamError, WireError
@@ -27,6 +30,7 @@ from reef.core.ids import new_receipt
 from reef.core.nouns import Cost, Json, Release, Usage
 from reef.engines import Answer, Ask, Engine, Head
 from reef.harness.apply import NOTHING, Applied
+from reef.harness.episode import Episodes, Job, Outcome
 
 if TYPE_CHECKING:
     from reef.evaluation import Means, Price
@@ -36,11 +40,14 @@ PAUSE = 0.2  # seconds before the first retry; twice that before the second
 PATIENCE = 120.0  # seconds one ask may take: evaluation waits behind live traffic
 WIDTH = 16  # asks in flight
 KEPT = 4096  # answers remembered
+PLAYED = 64  # episodes remembered, which are larger
+REST = 2.0  # seconds before an episode is run again; twice that before the second time
 
 FAILURES = (EngineError, WireError, LimitError)
 """What an engine or the wire to it does wrong; nothing that a release could be blamed for."""
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,7 @@ class Question:
     max_tokens: int = 20
     temperature: float = 0.0
     seed: int = 0
+    job: Job | None = None  # an agent's work instead; the messages are then for people
 
     @staticmethod
     def of(text: str, **how: Any) -> Question:
@@ -70,6 +78,7 @@ class Reply:
     missing: str | None = None
     impossible: str | None = None
     usage: Usage | None = None
+    outcome: Outcome | None = None  # of an agent's work; `text` is its last words
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +100,26 @@ class Asker:
         renders: Callable[[Release], Applied] | None = None,
         model: str | None = None,
         price: Price | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         self.engine = engine
+        self._episodes = episodes
         self._unbilled = Cost()
         self._price = price
         self._renders = renders
         self._model = model
         self._gate = asyncio.Semaphore(WIDTH)
         self._kept: OrderedDict[Any, Any] = OrderedDict()
+        self._played: OrderedDict[Any, Reply] = OrderedDict()
 
     @classmethod
     def of(cls, means: Means) -> Asker:
-        return cls(means.engine, means.renders, means.model, means.price)
+        return cls(means.engine, means.renders, means.model, means.price, means.episodes)
 
     def apart(self) -> Asker:
         """The same asker with a bill of its own: engine, width and what was answered are shared."""
-        other = Asker(self.engine, self._renders, self._model, self._price)
-        other._gate, other._kept = self._gate, self._kept
+        other = Asker(self.engine, self._renders, self._model, self._price, self._episodes)
+        other._gate, other._kept, other._played = self._gate, self._kept, self._played
         return other
 
     def bill(self) -> Cost:
@@ -138,6 +150,8 @@ class Asker:
 
     async def reply(self, side: Side, question: Question) -> Reply:
         key = (side.key, question)
+        if question.job is not None:
+            return await self._work(side, question.job, key)
         if key in self._kept:
             self._kept.move_to_end(key)
             kept: Reply = self._kept[key]
@@ -150,6 +164,31 @@ class Asker:
             except FAILURES as error:
                 return Reply(missing=error.message)
         self._keep(key, reply)
+        return reply
+
+    async def _work(self, side: Side, job: Job, key: Any) -> Reply:
+        """An agent's episode under one release, run again twice when its surroundings fail it."""
+        if self._episodes is None:
+            return Reply(missing="nothing here can run an agent's episode")
+        if key in self._played:
+            return self._played[key]
+        for attempt in range(1, TRIES + 1):
+            outcome = await self._episodes.run(job, side.applied.entries, side.release_id)
+            self._unbilled += worked(outcome, self._price)
+            if outcome.trouble is None:
+                break
+            log.warning("an episode of %s could not be run: %s", job.agent, outcome.trouble)
+            if attempt < TRIES:
+                await asyncio.sleep(REST * attempt if PAUSE else 0)
+        else:
+            return Reply(missing=outcome.trouble, outcome=outcome)
+        if outcome.fault is not None:
+            log.info("an episode under %s failed: %s", side.release_id[:12], outcome.fault)
+        text = outcome.trajectory.final if outcome.trajectory is not None else ""
+        reply = Reply(text, impossible=outcome.fault, usage=outcome.usage, outcome=outcome)
+        self._played[key] = reply
+        while len(self._played) > PLAYED:
+            self._played.popitem(last=False)
         return reply
 
     async def _ask(self, side: Side, question: Question) -> Reply:
@@ -185,6 +224,11 @@ def cost(usage: Usage | None, seconds: float, price: Price | None) -> Cost:
     if price is not None:
         money = (usage.prompt_tokens * price.prompt + usage.completion_tokens * price.output) / 1e6
     return Cost(1, usage.prompt_tokens, usage.completion_tokens, seconds, money)
+
+
+def worked(outcome: Outcome, price: Price | None) -> Cost:
+    """Of one episode: the calls that its agent made."""
+    return replace(cost(outcome.usage, outcome.seconds, price), calls=outcome.calls)
 
 
 async def whole(engine: Engine, ask: Ask) -> tuple[int, bytes, Answer]:

@@ -7,6 +7,7 @@ Losing the file costs asking again, and the counts: the error budget and a suite
 - SQLite, WAL, synchronous=FULL; each method is one transaction, durable when it returns.
 - A *generation* is what one suite order and one set of seeds serve for: it ends with a release, or after ROTATE
   candidates. Scores of generations before the last one are removed, so the file stays small.
+- A *shift* is when users began to want something else: what they said before it judges no answer any more.
 - A *turn* is a candidate's place among those looked at since the last accepted one: it is what the error budget counts.
 """
 
@@ -62,6 +63,9 @@ MIGRATIONS = (
         PRIMARY KEY (scenario, receipt)
     ) WITHOUT ROWID;
     CREATE INDEX failures_prompt ON failures (scenario, prompt);
+    """,
+    """
+    CREATE TABLE shifts (scenario TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
     """,
 )
 """Each is run once, in order, under a lock. Never edit one that was released: add another."""
@@ -168,6 +172,23 @@ class Book(Database):
         """The present one, whoever uses it."""
         number = self._number(scenario)
         return Generation(number, self._uses(scenario, number))
+
+    def shift(self, scenario: str, at: float) -> None:
+        """What users want changed at this time (unix seconds): a generation begins, with tasks of later records only.
+        An earlier shift than the known one changes nothing, nor does the same again."""
+        with self._writing():
+            if at <= self.since(scenario):
+                return
+            self._base.execute("INSERT OR REPLACE INTO shifts VALUES (?,?)", (scenario, at))
+            sql = "SELECT number, incumbent FROM generations WHERE scenario=? ORDER BY number DESC LIMIT 1"
+            if rows := self._read(sql, scenario):
+                self._begin(scenario, int(rows[0][0]) + 1, str(rows[0][1]))
+            failpoint("book.in_shift")
+
+    def since(self, scenario: str) -> float:
+        """From when on records tell what users want; 0 when that never changed."""
+        rows = self._read("SELECT at FROM shifts WHERE scenario=?", scenario)
+        return float(rows[0][0]) if rows else 0.0
 
     def drawn(self, scenario: str, generation: int) -> list[tuple[str, str | None]]:
         """(task id, the receipt it comes from or None) of a generation's tasks, in the order they are asked."""

@@ -35,7 +35,8 @@ from reef.evaluation.guards import Limits
 from reef.evaluation.shield import Shield
 from reef.evaluation.trial import Trial, exhausted
 
-CHUNK = 16
+CHUNK = 16  # tasks asked at once, before a look asks whether it is decided
+WORK = 4  # of agents' jobs, which cost more
 SPELLED = {"accept": "Accepted", "reject": "Rejected", "undecided": "Undecided"}
 REMEMBERED = 64  # looks whose tasks are remembered, so that the gain is measured on others
 
@@ -151,7 +152,7 @@ class Guarded:
             )
             if len(trial.tasks) < self.sizes.least:
                 continue
-            while await trial.more(CHUNK):
+            while await trial.more(_chunk(trial)):
                 pass
             found = differences(trial.rows)
             if len(found) < max(2, self.sizes.least):
@@ -180,7 +181,7 @@ class Guarded:
         if planned < look.needs:
             return "undecided", f"not enough evidence: {planned} tasks can never show it, {look.needs} are needed"
         while True:
-            more = await trial.more(CHUNK)
+            more = await trial.more(_chunk(trial))
             final = not more or len(trial.results) >= planned
             rows = trial.rows[taken:]
             taken += len(rows)
@@ -298,6 +299,10 @@ def _between(options: Options, name: str, default: float | None) -> float:
     return float(value)
 
 
+def _chunk(trial: Trial) -> int:
+    return WORK if any(task.job is not None for task in trial.tasks) else CHUNK
+
+
 def _judge(guards: Sequence[Guard]) -> tuple[Verdict, str]:
     first = guards[0]
     if first.name == "answered" and first.passed and (first.value or 0.0) > (first.limit or 0.0):
@@ -349,7 +354,10 @@ def _lost(trial: Trial) -> str:
 def _aside(trial: Trial, turn: int) -> str:
     """In brackets behind a verdict: what the error budget counts, and what to know of the suite."""
     told = ["the first candidate since the last release" if turn == 1 else f"candidate {turn} since the last release"]
-    if trial.candidate_failures:
+    if any(one.failed and one.task.job is not None for one in trial.results):
+        first = f", one because {trial.faults[0]}" if trial.faults else ""
+        told.append(f"{trial.candidate_failures} of its episodes failed by themselves, which score 0{first}")
+    elif trial.candidate_failures:
         told.append(f"it makes {trial.candidate_failures} requests impossible, which score 0")
     if trial.draw.warning:
         told.append(trial.draw.warning.rstrip("."))

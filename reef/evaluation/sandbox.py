@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import functools
 import json
 import os
 import secrets
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,16 +28,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from reef.core.errors import ConfigError, ReefError
+from reef.core.errors import ReefError
 from reef.evaluation import Score, Scorer, Task
 from reef.evaluation.scorers import Reach, digest, fenced
+from reef.harness import room
+from reef.harness.room import program
 
 START = 20.0  # seconds a sandbox may take to come up; it takes hundredths on an idle machine
 OUTPUT = 64 * 1024  # bytes of report; the code's own output goes nowhere
 DISK = 16 * 1024 * 1024  # bytes of /tmp, which is memory
-INSTALL = (
-    "install bubblewrap 0.7 or newer (Debian, Ubuntu, Fedora, Arch and Alpine have it as the package `bubblewrap`)"
-)
+OPEN = 64  # files open at once, in each process
 RUNNER = Path(__file__).with_name("runner.py")
 _ROOM = "/tmp"  # noqa: S108 - the sandbox's own
 _PYTHON = ("", "python", "python3", "py")
@@ -90,6 +88,7 @@ class Sandbox:
             "memory": tests.memory * 1024 * 1024,
             "file": DISK,
             "processes": tests.processes,
+            "open": OPEN,
         }
         ran = run(code(text), tests.answer, self._names, limits, tests.seconds)
         if ran.trouble is not None:
@@ -117,7 +116,7 @@ def printed(code: str, *, seconds: float = 10.0, memory: int = 256, room: int = 
     """(what a program printed, the last `room` characters; why it did not end well, or None). `memory` is in MiB.
     ReefError when the sandbox cannot start: that says nothing of the program."""
     bubblewrap()
-    limits = {"cpu": int(seconds) + 1, "memory": memory * 1024 * 1024, "file": DISK, "processes": 8}
+    limits = {"cpu": int(seconds) + 1, "memory": memory * 1024 * 1024, "file": DISK, "processes": 8, "open": OPEN}
     ran = run(code, "", (), limits, seconds, output=room)
     if ran.trouble is not None:
         raise ReefError(f"the sandbox cannot start: {ran.trouble}")
@@ -230,26 +229,12 @@ def command(root: bool) -> list[str]:
         line += ["--ro-bind", path, path]
     line += ["--dev", "/dev", "--remount-ro", "/dev", "--perms", "1777", "--size", str(DISK), "--tmpfs", _ROOM]
     line += ["--remount-ro", "/", "--chdir", _ROOM]
-    return [*line, python, "-I", "-S", "-B", "-c", RUNNER.read_text(encoding="utf-8")]
+    return [*line, python, "-I", "-S", "-B", "-c", program(RUNNER)]
 
 
 def bubblewrap() -> str:
     """The path of bwrap. ConfigError says what to install."""
-    found = shutil.which("bwrap")
-    if found is None:
-        raise ConfigError(f"the scorer tests runs code in a sandbox and needs bwrap: {INSTALL}")
-    if not _able(found):
-        raise ConfigError(f"the scorer tests needs a newer bwrap than {found}: {INSTALL}")
-    return found
-
-
-@functools.lru_cache(4)
-def _able(path: str) -> bool:
-    try:
-        said = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return "--size" in said.stdout + said.stderr
+    return room.bubblewrap("the scorer tests")
 
 
 def code(text: str) -> str:

@@ -8,6 +8,10 @@ A line of a suite file: {"prompt": "What is 2+3?", "scorer": "number", "answer":
 `gate.scorer` judges; `answer` is handed to it. `id`, `max_tokens` (64), `temperature` (1), `seed` (line number) and
 `protected` (false) are optional.
 
+A line with the key `agent` is a job for that agent: {"agent": "pi", "prompt": "Make the tests pass.", "files": {"a.py":
+"…"}, "check": "python3 -m unittest", "hidden": {"test_a.py": "…"}, "seconds": 120}. With `check` its exit status is the
+score; without, the agent's last words are judged like any answer.
+
 Within a generation (see `book`) the order stays: tasks are added to its end only. The next one begins with tasks that
 earlier ones did not have, if there are any.
 """
@@ -21,7 +25,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -31,8 +35,15 @@ from reef.evaluation import Draw, Origin, Score, Scorer, Task
 from reef.evaluation.ask import Question
 from reef.evaluation.book import ROTATE, Book, digest
 from reef.evaluation.scorers import Reach, Trust, make
+from reef.harness import agents, room
+from reef.harness.clients import Clients
+from reef.harness.episode import Job, flaw
 
 KNOWN = frozenset({"id", "prompt", "messages", "scorer", "answer", "max_tokens", "temperature", "seed", "protected"})
+WORK = frozenset({"id", "agent", "prompt", "files", "check", "hidden", "seconds", "scorer", "answer", "protected"})
+LARGEST: Final = 4 * 1024 * 1024  # bytes of all files of a job
+LONGEST: Final = 3600.0  # seconds of a job
+WORDS: Final = 100_000  # bytes of a job's prompt and of its check, each of which is one argument of a program
 FEW: Final = 32  # tasks below which a suite can tell little: said, not refused
 
 
@@ -94,10 +105,12 @@ GENERAL = (
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """How tasks get their scorers: `default` is the configuration's `gate.scorer`, `reach` what scorers may use."""
+    """How tasks get their scorers: `default` is the configuration's `gate.scorer`, `reach` what scorers may use.
+    `clients` is where agents' jobs find theirs."""
 
     default: Mapping[str, Any]
     reach: Reach
+    clients: Clients = field(default_factory=Clients)
 
     def scorer(self, given: Mapping[str, Any] | str | None, answer: Any, trust: Trust) -> Scorer:
         """From what a task brings, else from the default with the task's answer. ConfigError says what is wrong."""
@@ -113,6 +126,8 @@ def read_line(line: Any, number: int, judging: Judging, *, trust: Trust, origin:
     """The task of one line. ValueError or ConfigError says what is wrong with it."""
     if not isinstance(line, Mapping):
         raise ValueError("a task is a JSON object")
+    if "agent" in line:
+        return _read_job(line, number, judging, trust, origin)
     if unknown := sorted(set(line) - KNOWN):
         raise ValueError(f"unknown key {unknown[0]!r}; known: {', '.join(sorted(KNOWN))}")
     if ("prompt" in line) == ("messages" in line):
@@ -140,6 +155,68 @@ def read_line(line: Any, number: int, judging: Judging, *, trust: Trust, origin:
         origin,
         bool(line.get("protected", False)),
     )
+
+
+class Checked:
+    """The scorer of a job that has its own check: the episode brings the score."""
+
+    name = "check"
+
+    def __init__(self, job: Job) -> None:
+        self.key = digest(job.check, sorted(job.hidden.items()))
+
+    async def score(self, task: Task, text: str) -> Score:
+        return Score(None, "only an episode's own check can judge this task")
+
+
+def _read_job(line: Mapping[str, Any], number: int, judging: Judging, trust: Trust, origin: Origin) -> Task:
+    if unknown := sorted(set(line) - WORK):
+        raise ValueError(f"unknown key {unknown[0]!r}; a task for an agent has {', '.join(sorted(WORK))}")
+    name, prompt, check = line["agent"], line.get("prompt"), line.get("check")
+    if not isinstance(prompt, str) or not prompt.strip() or "\0" in prompt:
+        raise ValueError("prompt is what the agent is to do, a text")
+    if check is not None and (not isinstance(check, str) or not check.strip() or "\0" in check):
+        raise ValueError("check is a shell command")
+    if max(len(text.encode("utf-8", "surrogatepass")) for text in (prompt, check or "")) > WORDS:
+        raise ValueError(f"prompt and check have at most {WORDS} bytes each; put long texts into files")
+    if check is not None and {"scorer", "answer"} & set(line):
+        raise ValueError("give check, or a scorer for the agent's last words, not both")
+    if check is None and "hidden" in line:
+        raise ValueError("hidden files are there for the check, and there is none")
+    if not isinstance(line.get("protected", False), bool):
+        raise ValueError("protected is true or false")
+    seconds = line.get("seconds", 300.0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        raise ValueError(f"seconds is more than 0, and {LONGEST:g} at most")
+    files, hidden = (_folder(line.get(key, {}), key) for key in ("files", "hidden"))
+    job = Job(_agent(name, judging, trust), prompt, files, check, hidden, float(seconds))
+    scorer = Checked(job) if check is not None else judging.scorer(line.get("scorer"), line.get("answer"), trust)
+    question = Question.of(prompt, seed=number, job=job)
+    return Task(str(line.get("id", f"line {number}")), question, scorer, origin, bool(line.get("protected", False)))
+
+
+def _agent(name: Any, judging: Judging, trust: Trust) -> str:
+    """The name of an agent that can be run here. ConfigError or ValueError says what is missing."""
+    coded = isinstance(name, str) and ":" in name and trust == "configuration"
+    if not isinstance(name, str) or (name not in agents.AGENTS and not coded):
+        close = difflib.get_close_matches(str(name), agents.AGENTS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(agents.AGENTS)}"
+        raise ValueError(f"there is no agent {name!r}; {hint} (package.module:Name may stand in code, not in a file)")
+    room.bubblewrap("an agent's episode")
+    judging.clients.find(agents.agent(name))
+    return name
+
+
+def _folder(given: Any, key: str) -> dict[str, str]:
+    """Files by their paths. ValueError."""
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in given.values()):
+        raise ValueError(f'{key} are texts by their paths, {{"a/b.py": "…"}}')
+    for path in given:
+        if (wrong := flaw(path)) is not None:
+            raise ValueError(f"the path {path[:80]!r} of {key} {wrong}")
+    if sum(len(text.encode("utf-8", "surrogatepass")) for text in given.values()) > LARGEST:
+        raise ValueError(f"{key} are more than {LARGEST} bytes")
+    return dict(given)
 
 
 def load_suite(path: Path | str, judging: Judging) -> tuple[Task, ...]:
@@ -176,7 +253,8 @@ def _checked(tasks: Sequence[Task], name: str) -> tuple[Task, ...]:
 def task_key(task: Task) -> str:
     """A digest of all that a score of it depends on, but for the seed."""
     asked = task.question
-    return digest(asked.messages, asked.max_tokens, asked.temperature, task.scorer.name, task.scorer.key)
+    job = () if asked.job is None else (asked.job.key,)
+    return digest(asked.messages, asked.max_tokens, asked.temperature, task.scorer.name, task.scorer.key, *job)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Knows: which record makes a task, and which scorer judges it. Does not know: how
 - The records are read from the store each time, so what is forgotten there is no task any more.
 - One task for each distinct prompt; its id is the prompt's key. Of a prompt's newest VOTES records in RECENT the check
   that most agree on judges (the newest of those that are level): what users want may change, and one of them may err.
+- Records from before the last shift of what users want (see `book`) are no tasks.
 - A task is judged as a report on the record says, `metadata: {"check": {"scorer": "number", "answer": 5}}` (the newest
   report that brings one that can be used; only scorers that run nothing and ask nobody), else against a report's
   demonstration by `gate.scorer` (exact, when that names none), else by `gate.scorer` alone. What none of these judges
@@ -120,7 +121,9 @@ class Traffic:
         holdout: Holdout,
         judging: Judging,
         trained: Callable[[Record], bool] = lambda _: False,
+        since: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        self._since = since
         self._scenario, self._records, self._holdout, self._trained = scenario, records, holdout, trained
         self._maker = Maker(records, judging, "traffic")
 
@@ -129,9 +132,10 @@ class Traffic:
         sides: dict[str, str] = {}  # of the tasks found
         spoilt: set[str] = set()
         seen: set[str] = set()
+        since = self._since()
 
         async def take(record: Record) -> None:
-            prompt = None if record.id in seen else read(record)
+            prompt = None if record.id in seen or record.timing.received_at < since else read(record)
             seen.add(record.id)
             if prompt is None or prompt.side in spoilt or not self._holdout.takes(prompt):
                 return
@@ -185,8 +189,11 @@ class Failures:
     async def tasks(self, want: int, pinned: Mapping[str, str | None], avoid: Collection[str]) -> Sequence[Task]:
         found: dict[str, Task] = {}
         promoted = [one.receipt for one in self._book.failures(self._scenario)]
+        since = self._book.since(self._scenario)
         for record in await known(self._records, promoted[: 4 * want]):
-            if record.scenario == self._scenario and (prompt := read(record)) is not None and prompt.key not in found:
+            if record.scenario != self._scenario or record.timing.received_at < since:
+                continue
+            if (prompt := read(record)) is not None and prompt.key not in found:
                 task = await self._maker.make(record, prompt)
                 if task is not None:
                     found[prompt.key] = task

@@ -8,6 +8,7 @@ Does not know: what the scores decide. A policy asks for `more` until it knows e
 - Scores are kept in the book by the content of a release's parts, the task and the seed: the incumbent answers once
   while it stands, and a look that was cut short goes on where it was. Each generation has its own seeds, so an accepted
   candidate's lucky answers are not met again as the incumbent's.
+- A task that is an agent's job is worked on once by each side; its own check, where it has one, is its scorer.
 - What the engine failed to answer for either side, after two retries of it, makes the task *missing*; what a scorer
   could not judge makes it *unjudged*. Neither is in `rows`. A request that a release makes impossible scores 0 and
   stays.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from reef.core.nouns import Cost, Release
-from reef.evaluation import Draw, Means, Score, Sizes, Task, Versus
+from reef.evaluation import TOLD, Draw, Means, Score, Sizes, Task, Versus
 from reef.evaluation.ask import Asker, Reply, Side
 from reef.evaluation.book import Book, Kept, digest, month
 from reef.evaluation.evidence import Row
@@ -65,12 +66,17 @@ class Trial:
     results: list[Result] = field(default_factory=list)
     cost: Cost = field(default_factory=Cost)
     capped: str = ""  # why no more is asked, though there are tasks: a sentence
+    faults: list[str] = field(
+        default_factory=list
+    )  # why episodes of the candidate failed by themselves, those run here
     _asker: Asker = field(kw_only=True)
     _book: Book = field(kw_only=True)
     _sides: tuple[Side, Side] = field(kw_only=True)  # candidate, incumbent
     _salt: str = field(kw_only=True)
     _kept: dict[tuple[str, str, int], Kept] = field(kw_only=True, default_factory=dict)
     _next: int = 0
+    _done: int = 0  # answers that are judged
+    _total: int = -1  # of so many in the whole draw; not counted yet
 
     @classmethod
     async def open(
@@ -139,6 +145,7 @@ class Trial:
         """Ask the next `n` tasks of both sides. False: nothing was asked; there are no more tasks, or it is capped."""
         wanted = self.tasks[self._next : self._next + n]
         wanted = wanted[: self._allowed([self._calls(task) for task in wanted])]
+        self._tell()
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._one(task, self._next + at)) for at, task in enumerate(wanted)]
@@ -198,12 +205,16 @@ class Trial:
         reply = await self._asker.reply(self._sides[side], replace(task.question, seed=seed))
         if reply.missing is not None:
             return _MISSING + reply.missing
-        score = Score(0.0) if reply.impossible is not None else await task.scorer.score(task, reply.text)
+        if side == 0 and reply.outcome is not None and reply.impossible is not None:
+            self.faults.append(reply.impossible)
+        score = await _scored(task, reply)
         if score.value is None:
             self._settle([], score.cost)
             return score.note or "the scorer gave no score"
         kept = Kept(self._keys[side], key, seed, score.value, reply.impossible is not None)
         self._settle([kept], score.cost)
+        self._done += 1
+        self._tell()
         return kept
 
     async def _compared(self, task: Task, place: int) -> Result:
@@ -254,6 +265,14 @@ class Trial:
         if kept or cost != Cost():
             self._book.keep(self.means.scenario, kept, cost)
             self.cost += cost
+
+    def _tell(self) -> None:
+        """Say how far the look is, in answers or episodes."""
+        if self._total < 0:
+            self._total = sum(2 if hasattr(one.scorer, "compare") else 1 + len(self._seeds(one)) for one in self.tasks)
+            self._done += self._total - sum(self._calls(one) for one in self.tasks)
+        stage = "episodes" if any(task.job is not None for task in self.tasks) else "answers"
+        TOLD.get()(stage, min(self._total, self._done), self._total)
 
     def _calls(self, task: Task) -> int:
         """Asks that a task still needs, without its scorer's."""
@@ -312,6 +331,15 @@ def _cap(means: Means, what: str, done: float, cap: float) -> str:
 
 
 _MISSING = "\0"
+
+
+async def _scored(task: Task, reply: Reply) -> Score:
+    """What an answer is worth: 0 when the release made it impossible; by an episode's own check, where it had one."""
+    if reply.impossible is not None:
+        return Score(0.0, reply.impossible)
+    if reply.outcome is not None and reply.outcome.score is not None:
+        return Score(reply.outcome.score, reply.outcome.said)
+    return await task.scorer.score(task, reply.text)
 
 
 def _lost(task: Task, reasons: Sequence[str], *, void: bool = False) -> Result:

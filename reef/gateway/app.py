@@ -22,6 +22,7 @@ from reef.core.wire import Wake
 from reef.gateway import (
     candidates,
     events,
+    harness,
     health,
     imports,
     inference,
@@ -30,6 +31,7 @@ from reef.gateway import (
     models,
     openapi,
     operate,
+    proposals,
     report,
     responses,
     views,
@@ -60,6 +62,11 @@ PLAIN: dict[str, dict[str, Route]] = {
     "/v1/responses": {"POST": Route("infer", inference.respond)},
     "/v1/embeddings": {"POST": Route("infer", inference.embeddings)},
     "/reef/report": {"POST": Route("report", report.report)},
+    "/reef/train": {"POST": Route("operate", proposals.train)},
+    "/reef/harness/proposals": {
+        "POST": Route("operate", proposals.put),
+        "GET": Route("read", proposals.listed),
+    },
     "/reef/records": {"POST": Route("report", imports.one)},
     "/reef/records/batch": {"POST": Route("report", imports.batch)},
     "/v1/models": {"GET": Route("infer", models.models)},
@@ -71,12 +78,17 @@ PLAIN: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": Route("read", metrics.metrics)},
     "/reef/status": {"GET": Route("read", health.status)},
     "/reef/events": {"GET": Route("read", events.events)},
+    "/reef/harness": {"GET": Route("infer", harness.served)},
+    "/reef/harness/adapters": {"GET": Route("infer", harness.adapters)},
+    "/reef/harness/install": {"GET": Route("infer", harness.script)},
+    "/reef/harness/releases": {"GET": Route("read", harness.releases)},
     "/reef/scenarios": {"GET": Route("read", operate.scenarios), "POST": Route("operate", operate.create)},
 }
 """Routes by their exact path."""
 
 SHAPED: tuple[tuple[str, dict[str, Route]], ...] = (
     ("/v1/responses/{id}", {"GET": Route("infer", responses.fetch)}),
+    ("/reef/harness/proposals/{id}", {"GET": Route("read", proposals.one)}),
     ("/v1/models/*", {"GET": Route("infer", models.model)}),
     (
         "/reef/scenarios/{s}",

@@ -98,6 +98,11 @@ class Tokens:
         self._free = Token("anybody") if free else None
         self._lines = Lines(log, "refused %d more requests without a right token")
 
+    @property
+    def keyless(self) -> bool:
+        """Whether requests are answered without a token."""
+        return self._free is not None
+
     def refresh(self, grants: Iterable[Grant]) -> None:
         """The table's rows as they are now. Takes effect with the next request."""
         self._known = (*self._fixed, *(_known(grant) for grant in grants))

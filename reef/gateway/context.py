@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reef.core.nouns import Json, Serving
+from reef.core.nouns import Json, PartName, Serving
 from reef.core.rpc import Client
 from reef.engines import Engine
 from reef.gateway.auth import Tokens
 from reef.gateway.meter import Meter
 from reef.gateway.metrics import Metrics
+from reef.harness.apply import Wish
 from reef.records import RecordStore
 from reef.records.board import Board
 from reef.releases import ReleaseChain
@@ -57,11 +58,20 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Learning:
+    """How a scenario can be told to learn: its training's trigger, and the parts whose recipes take instructions."""
+
+    trigger: str = "auto"
+    parts: tuple[PartName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """`ensure_scenario` blocks and is called in a thread. Whoever opened the store, engines and chain closes them.
 
     `route` finds the engine for a scenario and the model a request names; MissingError when there is none. `lenient`
-    tells whether a scenario is answered also when its record cannot be stored now. `recipe_of` is a scenario's recipe
+    tells whether a scenario is answered also when its record cannot be stored now, `wish` what its requests get of its
+    releases' harness. `recipe_of` is a scenario's recipe
     as people write it, for the status. `check_scenario` refuses settings that a request may not give, as creation does.
     `audit` reads what the learner wrote down. `spent` is what a scenario's evaluations cost this month, `remote` the
     state of the chain's remote, both for the status (None: nothing to show). `fixed` scenarios are defined in the
@@ -80,8 +90,10 @@ class Context:
     engine_ready: Callable[[], Awaitable[bool]] = _always
     store_ready: Callable[[], Awaitable[bool]] = _always
     lenient: Callable[[str], bool] = lambda name: False
+    wish: Callable[[str], Wish] = lambda name: Wish()
     recipe_of: Callable[[str], str | None] = lambda name: None
     trouble_of: Callable[[str], str | None] = lambda name: None  # why a scenario cannot be served by its engine
+    learning: Callable[[str], Learning] = lambda name: Learning()
     check_scenario: Callable[[str, Mapping[str, Json]], None] = lambda name, settings: None
     audit: Audit = field(default_factory=Absent)
     sessions: Path | None = None  # what the learner joined; it need not be there
@@ -91,6 +103,7 @@ class Context:
     default_scenario: str = "default"
     create_scenarios: bool = True
     fixed: frozenset[str] = frozenset()
+    public_url: str | None = None  # the address that clients reach this server at; None: as each request says
     limits: Limits = field(default_factory=Limits)
     meter: Meter = field(default_factory=Meter)
     metrics: Metrics = field(default_factory=Metrics)

@@ -1,6 +1,7 @@
-"""What a candidate changes, for a person to read: rules line by line, weights by name, size and measure.
+"""What a candidate changes, for a person to read: texts line by line, settings by value, weights by name and size.
 
-Knows: harness trees, and the header of a safetensors file (a length, then JSON), so that no tensor is loaded.
+Knows: harness trees, what of a change a person must agree to (`cordis.hold`), and the header of a safetensors file (a
+length, then JSON), so that no tensor is loaded.
 Does not know: whether the change is a good one. Blocking: it reads the candidate's files, which verifies them.
 """
 
@@ -11,6 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from reef.cordis import hold
+from reef.cordis.composition import same
+from reef.cordis.text import visible
 from reef.core.nouns import PartName, Release
 from reef.harness import tree
 from reef.releases import ReleaseChain
@@ -20,9 +24,9 @@ _HEADER = 64 * 1024 * 1024  # bytes; a longer header is no header
 
 
 def diff(chain: ReleaseChain, candidate: Release, base: Release, part: PartName) -> dict[str, Any]:
-    """`{part, …}`: for a harness `text` (a unified diff) and the ids of entries; for weights, files and tensors."""
+    """`{part, …}`: for a harness `text` (a unified diff), ids of entries and `holds`; for weights files and tensors."""
     if part == "harness":
-        return {"part": part, **_harness(_entries(chain, base), _entries(chain, candidate))}
+        return {"part": part, **edits(_entries(chain, base), _entries(chain, candidate))}
     return {"part": part, **_weights(chain, candidate, base)}
 
 
@@ -33,7 +37,8 @@ def _entries(chain: ReleaseChain, release: Release) -> dict[str, tree.Entry]:
     return {entry.id: entry for entry in tree.read(path.read_bytes())}
 
 
-def _harness(before: dict[str, tree.Entry], after: dict[str, tree.Entry]) -> dict[str, Any]:
+def edits(before: dict[str, tree.Entry], after: dict[str, tree.Entry]) -> dict[str, Any]:
+    """Two trees by id: ids that were added, removed and changed, what of it a person must agree to, and a diff."""
     lines: list[str] = []
     for name in sorted(before.keys() | after.keys()):
         old, new = _lines(before.get(name)), _lines(after.get(name))
@@ -42,17 +47,27 @@ def _harness(before: dict[str, tree.Entry], after: dict[str, tree.Entry]) -> dic
     return {
         "added": sorted(after.keys() - before.keys()),
         "removed": sorted(before.keys() - after.keys()),
-        "changed": sorted(name for name in both if before[name] != after[name]),
+        "changed": sorted(name for name in both if not same(before[name], after[name])),
+        "holds": list(hold.reasons(list(before.values()), list(after.values()))),
         "text": "".join(f"{line}\n" for line in lines),
     }
 
 
 def _lines(entry: tree.Entry | None) -> list[str]:
+    """An entry as lines: its kind, its short fields, then its text as it stands. Nothing in it is hidden: characters
+    that cannot be seen are written out."""
     if entry is None:
         return []
-    if isinstance(entry.config, dict) and isinstance(text := entry.config.get("text"), str) and len(entry.config) == 1:
-        return [f"[{entry.kind}]", *text.splitlines()]
-    return [f"[{entry.kind}]", *json.dumps(entry.config, indent=2, sort_keys=True, ensure_ascii=False).splitlines()]
+    lines = [f"[{entry.kind}]"]
+    for key, value in sorted(entry.config.items()):
+        if key == "text":
+            continue
+        said = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) if not isinstance(value, str) else value
+        first, *more = said.split("\n")
+        lines += [f"{key}: {first}", *more]
+    if isinstance(text := entry.config.get("text"), str):
+        lines += ([""] if len(lines) > 1 else []) + text.split("\n")
+    return visible("\n".join(lines)).split("\n")
 
 
 def _weights(chain: ReleaseChain, candidate: Release, base: Release) -> dict[str, Any]:

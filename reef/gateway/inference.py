@@ -4,8 +4,9 @@ Knows: the few fields of each dialect that concern us, releases that are pinned,
 Does not know: what happens to the answer (`exchange`), or how a dialect is translated (`engines.dialect`).
 
 - The release is read once; the engine is asked for exactly that one.
-- An engine that speaks the request's dialect gets its bytes as they came (but for the release's rules); another gets a
-  chat request made of it, which is kept in the record as `rendered`.
+- An engine that speaks the request's dialect gets its bytes as they came; another gets a chat request made of it. With
+  the release's rules and skills, where the scenario wishes them, it is another request too. Whatever the engine got
+  instead is kept in the record as `rendered`, and its tags name the entries.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from reef.gateway.call import Call
 from reef.gateway.context import Target
 from reef.gateway.exchange import Exchange, Items
 from reef.gateway.session import session_of, tags_of
-from reef.harness.apply import Applied
+from reef.harness.apply import NOTHING, Addition, Applied
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
 
 UNASKED = 512  # tokens that an answer without a limit of its own is taken for
+NOTED = 128  # characters of the ids of applied entries in a record's tag, which is stored with every one
 _SECRET = {"authorization", "x-api-key", "cookie", "proxy-authorization"}
 
 
@@ -68,7 +70,8 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
     data, body = await read_json(call, app.context.limits.body_bytes)
     check_common(body)
     check(body)
-    capture = _capture(call.headers) and dialect != "count_tokens"
+    capture = _only(call.headers, "x-reef-capture", "false", "have the exchange stored") and dialect != "count_tokens"
+    plain = not _only(call.headers, "x-reef-harness", "off", "get the rules and skills that the scenario wishes")
     serving = await app.serving(call)
     purpose: Purpose = "live"
     release_id = serving.release_id
@@ -94,7 +97,10 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
     earlier: Sequence[Json] = ()
     if dialect == "responses" and body.get("previous_response_id") is not None:
         earlier = await responses.earlier(app, call, serving.scenario, body, target.engine)
-    rendered, start = _plan(ask, body, earlier, target, shelved.applied)
+    applied = NOTHING if plain else shelved.applied(app.context.wish(serving.scenario))
+    rendered, start, added = _plan(ask, body, earlier, target, applied)
+    if added is not None and added.left:
+        app.metrics.left_out(serving.scenario, added.left)
     facts = {
         "id": receipt,
         "scenario": serving.scenario,
@@ -105,7 +111,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
         "rendered": rendered,
         "model_asked": body.get("model"),
         "session": session_of(call.headers, body),
-        "tags": tags_of(call.headers) | call.token.mark,
+        "tags": tags_of(call.headers) | _noted(added) | call.token.mark,
         "client": call.headers.get("user-agent"),
     }
     exchange = Exchange(app, call, start, facts, received_at, stream, capture, begun)
@@ -119,27 +125,42 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
 
 def _plan(
     ask: Ask, body: dict[str, Any], earlier: Sequence[Json], target: Target, applied: Applied
-) -> tuple[bytes | None, Callable[[], Items]]:
-    """What the engine gets instead of the request (None: the request itself), and how its work is started."""
-    engine = target.engine
+) -> tuple[bytes | None, Callable[[], Items], Addition | None]:
+    """What the engine gets instead of the request (None: the request itself), how its work is started, and what of the
+    release's harness it gets."""
+    engine, added = target.engine, None
     if ask.dialect in engine.dialects:
         changed = body
         if earlier:
             changed = responses.expand(changed, earlier)
-        changed = applied.apply(changed, ask.dialect)
+        if applied:
+            changed, added = applied.add(changed, ask.dialect)
         rendered = None if changed is body else write(changed, body)
         asked = ask if rendered is None else replace(ask, body=rendered)
-        return rendered, lambda: engine.answer(asked)
+        return rendered, lambda: engine.answer(asked), added
     translation = translate(ask, earlier)
     asked = translation.ask
     if asked.dialect == "chat" and "chat" not in engine.dialects:
         spoken = ", ".join(sorted(engine.dialects))
         raise InputError(f"the engine {target.name} does not speak {ask.dialect}; it speaks {spoken}", param="model")
     if asked.dialect == "count" and "count" not in engine.dialects:
-        return None, lambda: _estimated(body)
+        counted = applied.apply(body, ask.dialect) if applied else body
+        return None, lambda: _estimated(counted), None
     if applied:
-        asked = replace(asked, body=write(applied.apply(orjson.loads(asked.body)), body))
-    return asked.body, lambda: translation.answer(engine.answer(asked))
+        changed, added = applied.add(orjson.loads(asked.body))
+        asked = replace(asked, body=write(changed, body))
+    return asked.body, lambda: translation.answer(engine.answer(asked)), added
+
+
+def _noted(added: Addition | None) -> dict[str, str]:
+    """What a record's tags say of the harness: the ids of the entries in its request (where that is long, how many
+    rules and the ids of the skills), and how many had no room."""
+    if added is None or not (added.ids or added.left):
+        return {}
+    names = " ".join(added.ids)
+    if len(names) > NOTED:
+        names = " ".join((f"rules:{added.rules}", *added.ids[added.rules :]))
+    return ({"harness": names} if names else {}) | ({"harness-left-out": str(added.left)} if added.left else {})
 
 
 async def _estimated(body: dict[str, Any]) -> Items:
@@ -201,12 +222,11 @@ def check_embeddings(body: Mapping[str, Any]) -> None:
         raise InputError("input must be a string or a list", param="input")
 
 
-def _capture(headers: Mapping[str, str]) -> bool:
-    value = headers.get("x-reef-capture")
-    if value is not None and value.strip().lower() != "false":
-        raise InputError(
-            "x-reef-capture can only be false; leave it out to have the exchange stored", param="x-reef-capture"
-        )
+def _only(headers: Mapping[str, str], name: str, word: str, otherwise: str) -> bool:
+    """Whether a header that can only take something away is not there. InputError when it says anything else."""
+    value = headers.get(name)
+    if value is not None and value.strip().lower() != word:
+        raise InputError(f"{name} can only be {word}; leave it out to {otherwise}", param=name)
     return value is None
 
 

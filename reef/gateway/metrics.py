@@ -98,6 +98,7 @@ KINDS = {
             ("scenario", "status"),
         ),
         Kind("reef_reports_total", "Reports that were stored", ("scenario",)),
+        Kind("reef_left_out_total", "Rules and skills that a request had no room for (harness.tokens)", ("scenario",)),
         Kind("reef_bytes_total", "Bytes of bodies: in (requests), out (answers)", ("direction",)),
         Kind("reef_in_work", "Requests in work now", (), (), True),
         Kind("reef_store_queue", "Records and reports that wait to be stored now", (), (), True),
@@ -208,6 +209,10 @@ class Metrics:
             if len(self._reports) < 10 * SCENARIOS:
                 self._reports[scenario] = place
         self._view[place] += count
+
+    def left_out(self, scenario: str, count: int) -> None:
+        """Entries of a harness that one request had no room for."""
+        self._view[self._series("reef_left_out_total", self._label(scenario))] += count
 
     def page(self) -> tuple[bytes, str]:
         """What all gateways counted, and its content type. Blocking for some milliseconds: call it in a thread."""

@@ -11,9 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import reef
+from reef.cordis.compose import MAX_MUTATIONS
 from reef.core.nouns import ActKind
 from reef.experience.tree import Kind
 from reef.gateway.call import Call
+from reef.harness.agents import AGENTS
+from reef.records.queue import STATES as ASK_STATES
+from reef.records.queue import Kind as AskKind
 from reef.scenario.story import STATES
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ _WHOLE: Schema = {"type": "integer", "minimum": 1}
 _ANY: Schema = {"type": "object"}
 _NAME: Schema = {"type": "string", "pattern": "^[a-z0-9][a-z0-9._-]{0,62}$"}
 _RECEIPT: Schema = {"type": "string", "pattern": "^[0-9a-f]{32}$"}
+_ASK: Schema = {"type": ["string", "null"], "pattern": "^ask_[A-Za-z0-9_-]{1,64}$"}
 
 
 def _object(required: tuple[str, ...] = (), /, *, closed: bool = False, **fields: Schema) -> Schema:
@@ -62,6 +67,7 @@ BODIES: Mapping[str, Schema] = {
     "Report": _object(
         closed=True,
         references=_list(_TEXT, minItems=1, maxItems=1000),
+        session=_or_null({"type": "string", "minLength": 1}),
         score=_or_null(_NUMBER),
         metrics={"type": "object", "additionalProperties": _NUMBER},
         per_receipt={"type": "object", "additionalProperties": _NUMBER},
@@ -88,6 +94,33 @@ BODIES: Mapping[str, Schema] = {
         closed=True, reason=_or_null(_TEXT), expected=_or_null(_TEXT), force=_or_null({"type": "boolean"})
     ),
     "Rejection": _object(closed=True, reason=_or_null(_TEXT), expected=_or_null(_TEXT)),
+    "Proposed": _object(
+        ("mutations", "reason"),
+        closed=True,
+        mutations=_list(
+            _object(
+                ("op", "id"),
+                closed=True,
+                op={"enum": ["create", "update", "remove"]},
+                id={"type": "string", "pattern": "^[a-z0-9][a-z0-9._-]{0,63}$"},
+                kind=_or_null(_TEXT),
+                config={},
+            ),
+            minItems=1,
+            maxItems=MAX_MUTATIONS,
+        ),
+        reason={"type": "string", "minLength": 1, "maxLength": 500},
+        id=_ASK,
+    ),
+    "Instruction": _object(
+        ("text",),
+        closed=True,
+        text={"type": "string", "minLength": 1, "maxLength": 16000},
+        session=_or_null(_TEXT),
+        release_id=_or_null(_TEXT),
+        part=_or_null({"enum": ["weights", "harness"]}),
+        id=_ASK,
+    ),
 }
 """What routes take. Where extra fields are allowed, they pass to the engine as they are."""
 
@@ -130,6 +163,19 @@ _PLACE = _object(
     turn={"type": "integer", "minimum": 0},
     note=_TEXT,
 )
+_PROPOSAL = _object(
+    ("id", "scenario", "part", "kind", "state", "said", "candidate", "release_id", "actor", "created_at"),
+    id=_TEXT,
+    scenario=_NAME,
+    part={"enum": ["weights", "harness"]},
+    kind={"enum": list(get_args(AskKind))},
+    state={"enum": list(ASK_STATES)},
+    said=_TEXT,
+    candidate=_or_null(_TEXT),
+    release_id=_or_null(_TEXT),
+    actor=_TEXT,
+    created_at={"type": "number"},
+)
 ANSWERS: Mapping[str, Schema] = {
     "Error": _object(
         ("error",),
@@ -154,6 +200,7 @@ ANSWERS: Mapping[str, Schema] = {
         scenario=_NAME,
         request_type={"const": "report"},
         duplicate={"type": "boolean"},
+        records=_WHOLE,
     ),
     "Imported": _ANY,
     "Scenarios": _object(("scenarios",), scenarios=_list(_ANY)),
@@ -178,6 +225,8 @@ ANSWERS: Mapping[str, Schema] = {
     "WholeCandidate": {
         "allOf": [_CANDIDATE, _object(("diff", "looks"), diff=_ANY, looks=_list(_ANY), acts=_list(_ANY), learnt=_ANY)]
     },
+    "Proposals": _object(("proposals", "next"), proposals=_list(_PROPOSAL), next=_PAGE),
+    "Proposal": _PROPOSAL,
     "Archived": _object(("name", "archived"), name=_NAME, archived={"type": "boolean"}),
     "Unpinned": _object(("name", "unpinned"), name=_NAME, unpinned={"type": "boolean"}),
     "Why": _object(
@@ -196,6 +245,25 @@ ANSWERS: Mapping[str, Schema] = {
         actor=_TEXT,
         reason=_TEXT,
         at={"type": "number"},
+    ),
+    "Harness": _object(
+        ("scenario", "release_id", "seq", "reason"),
+        scenario=_NAME,
+        release_id=_TEXT,
+        seq={"type": "integer"},
+        reason=_TEXT,
+        entries=_list(_object(("id", "kind", "config"), id=_TEXT, kind=_TEXT, config=_ANY)),
+        adapter=_TEXT,
+        client=_ANY,
+        files={"type": "object", "additionalProperties": _TEXT},
+        digests={"type": "object", "additionalProperties": _TEXT},
+        changes=_or_null(_ANY),
+    ),
+    "Adapters": _object(("adapters",), adapters=_list(_ANY)),
+    "HarnessReleases": _object(
+        ("releases", "next"),
+        releases=_list(_object(("release_id", "seq", "reason", "summary"), summary=_ANY)),
+        next=_or_null(_TEXT),
     ),
     "Hello": _object(("name", "version"), name=_TEXT, version=_TEXT),
     "Document": _object(("openapi", "paths"), openapi=_TEXT, paths=_ANY),
@@ -227,7 +295,16 @@ ROUTES: Mapping[tuple[str, str], Described] = {
     ("POST", "/v1/embeddings"): ("Embeddings, by an engine that has them", "Embeddings", "EmbeddingsAnswer", {}),
     ("GET", "/v1/models"): ("Models, for both SDK families", None, "Models", {"limit": _WHOLE}),
     ("GET", "/v1/models/{id}"): ("One model", None, "Model", {}),
-    ("POST", "/reef/report"): ("Feedback that quotes receipts", "Report", "Reported", {}),
+    ("POST", "/reef/report"): ("Feedback that quotes receipts, or names a session", "Report", "Reported", {}),
+    ("POST", "/reef/train"): ("Queue an instruction in words", "Instruction", "Proposal", {}),
+    ("POST", "/reef/harness/proposals"): ("Propose an edit of the harness", "Proposed", "Proposal", {}),
+    ("GET", "/reef/harness/proposals"): (
+        "What was proposed and asked for, the newest first",
+        None,
+        "Proposals",
+        {**_PAGED, "state": {"enum": list(ASK_STATES)}},
+    ),
+    ("GET", "/reef/harness/proposals/{id}"): ("What became of one proposal", None, "Proposal", {}),
     ("POST", "/reef/records"): ("Import one finished exchange or report", "Import", "Imported", {}),
     ("POST", "/reef/records/batch"): ("Import many, all or none", "Imports", "Imported", {}),
     ("GET", "/"): ("Who answers here", None, "Hello", {}),
@@ -242,6 +319,26 @@ ROUTES: Mapping[tuple[str, str], Described] = {
         None,
         "Act",
         {"after": {"type": "integer", "minimum": 0}, "scenario": _NAME},
+    ),
+    ("GET", "/reef/harness"): (
+        "The served harness: entries, a client's files, what changed",
+        None,
+        "Harness",
+        {"release_id": _TEXT, "adapter": {"enum": sorted(AGENTS)}, "since": _TEXT}
+        | {"brief": {"type": "boolean"}, "provenance": {"type": "boolean"}},
+    ),
+    ("GET", "/reef/harness/adapters"): ("Clients that a harness can be installed for", None, "Adapters", {}),
+    ("GET", "/reef/harness/install"): (
+        "A shell script that installs a client with the harness",
+        None,
+        "text",
+        {"adapter": {"enum": sorted(AGENTS)}, "release_id": _TEXT, "form": {"enum": ["sh", "json"]}},
+    ),
+    ("GET", "/reef/harness/releases"): (
+        "Releases that changed the harness, newest first",
+        None,
+        "HarnessReleases",
+        {"after": _TEXT, "limit": _WHOLE},
     ),
     ("GET", "/reef/scenarios"): ("The scenarios a token may see", None, "Scenarios", {}),
     ("POST", "/reef/scenarios"): ("Create a scenario", "NewScenario", "Scenario", {}),
@@ -304,6 +401,7 @@ ROUTES: Mapping[tuple[str, str], Described] = {
 
 OPEN = {"/", "/api/hello", "/healthz", "/readyz", "/openapi.json"}
 CREATED = {("POST", "/reef/scenarios")}
+QUEUED = {("POST", "/reef/train"), ("POST", "/reef/harness/proposals")}
 OPTIONAL = {"Reason", "Pin", "Promotion", "Rejection"}  # bodies that may be left out
 _STREAMED = {"Chat", "Responses", "Messages"}
 _STATUSES = {
@@ -371,11 +469,13 @@ def _operation(
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if answer == "text":
         content = {"text/plain": {"schema": _TEXT}}
+        if path == "/reef/harness/install":
+            content["application/json"] = {"schema": _ANY}
     elif body in _STREAMED:
         content["text/event-stream"] = {}
     elif path == "/reef/events":
         content = {"text/event-stream": {"schema": _ref(answer)}}
-    good = "201" if (method, path) in CREATED else "200"
+    good = "201" if (method, path) in CREATED else "202" if (method, path) in QUEUED else "200"
     responses: dict[str, Any] = {good: {"description": "done", "content": content}}
     error = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     for status, text in _STATUSES.items():

@@ -1,7 +1,8 @@
 """POST /reef/report: feedback on answers, checked, stored, and the learner told.
 
 Knows: the fields of a report and what is wrong with each; how its scenario is found from the receipts it quotes.
-Does not know: what the feedback is worth. A stored report is answered before anybody has looked at it.
+Does not know: what the feedback is worth. A stored report is answered before anybody has looked at it. A report on a
+session quotes what `spoken` finds of it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reef.core.errors import ConfigError, InputError, MissingError
+from reef.core.errors import ConfigError, ConflictError, InputError, MissingError
 from reef.core.failpoint import failpoint
 from reef.core.ids import new_report, parse_receipt
 from reef.core.nouns import Json, Record, Report
 from reef.core.text import deeper
+from reef.gateway import spoken
 from reef.gateway.auth import Token
 from reef.gateway.body import check_type, parse, read
 from reef.gateway.call import Call
-from reef.records import Query, RecordStore
+from reef.records import Query, RecordStore, Stored
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
@@ -40,6 +43,7 @@ _FIELDS = frozenset(
         "metrics",
         "feedback",
         "references",
+        "session",
         "per_receipt",
         "choice",
         "demonstration",
@@ -49,11 +53,32 @@ _FIELDS = frozenset(
 )
 _SAYING = ("score", "metrics", "per_receipt", "feedback", "demonstration")
 _QUOTE = "quote the x-reef-agent-record-id header of an answer"
+_OR = f"{_QUOTE}, or give the session's id as session"
 
 
 async def report(app: App, call: Call) -> None:
     """Store one report and answer with its id."""
     body = await _read(app, call)
+    session = spoken.named(body, call.headers)
+    if session is None:
+        entry, stored = await _quoting(app, call, body)
+    else:
+        entry, stored = await _about(app, call, body, session)
+    failpoint("gateway.report_stored")
+    app.wake(entry.scenario)
+    answer = {
+        "agent_record_id": entry.id,
+        "scenario": entry.scenario,
+        "request_type": "report",
+        "duplicate": stored.duplicate,
+    }
+    if session is not None:
+        answer["records"] = len(entry.references)
+    await call.json(200, answer, {"x-reef-scenario": entry.scenario})
+
+
+async def _quoting(app: App, call: Call, body: dict[str, Any]) -> tuple[Report, Stored]:
+    """A report that says itself what it is about."""
     named = names(body)
     if any(len(name) != RECEIPT for name in named):
         seen = [name for name in app.context.watch.all() if call.token.sees(name)]
@@ -61,33 +86,32 @@ async def report(app: App, call: Call) -> None:
         body = rename(body, await resolve(app.context.store, named, places))
     draft = check(body)
     records = await find(app, call.token, draft.references)
-    scenario = _scenario(call, records)
+    entry = replace(draft, scenario=_scenario(call, records), created_at=time.time())
     if draft.choice is not None:
         _check_choice(draft.choice, records)
     await _check_scorer(draft.metadata)
-    entry = Report(
-        id=draft.id,
-        scenario=scenario,
-        references=draft.references,
-        created_at=time.time(),
-        score=draft.score,
-        metrics=draft.metrics,
-        per_receipt=draft.per_receipt,
-        feedback=draft.feedback,
-        choice=draft.choice,
-        demonstration=draft.demonstration,
-        metadata=draft.metadata,
-    )
-    stored = await app.context.store.append(entry)
-    failpoint("gateway.report_stored")
-    app.wake(scenario)
-    answer = {
-        "agent_record_id": entry.id,
-        "scenario": scenario,
-        "request_type": "report",
-        "duplicate": stored.duplicate,
-    }
-    await call.json(200, answer, {"x-reef-scenario": scenario})
+    return entry, await app.context.store.append(entry)
+
+
+async def _about(app: App, call: Call, body: dict[str, Any], session: str) -> tuple[Report, Stored]:
+    """A report on a session: what it quotes is found once; sent again, it quotes what it did, whatever came since."""
+    scenario = spoken.place(app, call)
+    told = {name: value for name, value in body.items() if name not in ("session", "references")}
+    report_id = body.get("agent_record_id")
+    quoted = await spoken.before(app, call, scenario, session, report_id)
+    while True:
+        again = quoted is not None
+        quoted = quoted or await spoken.records(app, call, scenario, session)
+        draft = check(told | {"references": list(quoted)})
+        if draft.choice is not None:
+            _check_choice(draft.choice, await find(app, call.token, draft.references))
+        await _check_scorer(draft.metadata)
+        entry = replace(draft, scenario=scenario, created_at=time.time())
+        try:
+            return entry, await app.context.store.append(entry)
+        except ConflictError:  # the same report, sent twice at once, may have been stored a moment ago
+            if again or (quoted := await spoken.before(app, call, scenario, session, report_id)) is None:
+                raise
 
 
 async def _read(app: App, call: Call) -> dict[str, Any]:
@@ -118,6 +142,8 @@ def check(body: Mapping[str, Any]) -> Report:
     """A report as the body says it, with an empty scenario and no time. InputError names the field that is wrong."""
     if unknown := sorted(set(body) - _FIELDS):
         raise InputError(f"unknown field {unknown[0]!r}; a report has: {', '.join(sorted(_FIELDS))}", param=unknown[0])
+    if body.get("session") is not None:
+        raise InputError("session stands for receipts in POST /reef/report only; quote them here", param="session")
     per_receipt = _numbers(body, "per_receipt")
     references = _references(body.get("references"), list(per_receipt))
     scores = {}
@@ -275,7 +301,7 @@ def _references(value: Json, quoted: list[str]) -> tuple[str, ...]:
     if value is None:
         value = quoted
     if not isinstance(value, list) or not value:
-        raise InputError(f"references must be a list with at least one receipt; {_QUOTE}", param="references")
+        raise InputError(f"references must be a list with at least one receipt; {_OR}", param="references")
     if len(value) > MAX_REFERENCES:
         raise InputError(f"{len(value)} references; the limit is {MAX_REFERENCES}", param="references")
     return tuple(dict.fromkeys(_receipt(item, "references") for item in value))

@@ -34,15 +34,16 @@ def session_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | Non
     """The first of: a session header, `metadata.user_id`'s session, `prompt_cache_key`; None when there is none."""
     for name in _HEADERS:
         if value := headers.get(name):
-            return _fit(value)
+            return fit(value)
     metadata = body.get("metadata")
     if isinstance(metadata, dict) and (session := _in_user_id(metadata.get("user_id"))):
-        return _fit(session)
+        return fit(session)
     key = body.get("prompt_cache_key")
-    return _fit(key) if isinstance(key, str) and key else None
+    return fit(key) if isinstance(key, str) and key else None
 
 
-def _fit(name: str) -> str:
+def fit(name: str) -> str:
+    """A session's name as records keep it."""
     if len(name) <= MOST:
         return name
     made = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

@@ -5,14 +5,15 @@ Does not know: where the file is stored, who changes the tree, or what a good ru
 
 - Same tree, same bytes: entries sorted by id, keys sorted, compact UTF-8 JSON, one newline at the end.
 - What `write` wrote, `read` reads back equal. `read` refuses anything `write` would not have written an entry for.
+- An entry that needs another is left out of what a tree becomes until the other is there (`settled`).
 - `apply_rules` never changes its argument and touches nothing but the leading system message.
 """
 
 from __future__ import annotations
 
+import heapq
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,6 @@ FILE = "harness.json"
 MAX_ENTRIES = 1024
 MAX_ENTRY = 64 * 1024  # bytes of one entry's canonical JSON
 MAX_TREE = 1024 * 1024  # bytes of the whole file
-
-_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,12 @@ class Mutation:
 
 def flaw(entry: Entry) -> str | None:
     """Why this entry cannot stand in a tree, as the end of a sentence that begins with its id; None when it can."""
-    if not isinstance(entry.id, str) or not _ID.fullmatch(entry.id):
+    if not isinstance(entry.id, str) or not kinds.ID.fullmatch(entry.id):
         return "is not a valid id: use 1 to 64 of a-z, 0-9, '.', '_', '-', beginning with a letter or digit"
+    if kinds.reserved(entry.id):
+        return "is not a valid id: it ends with a dot, or is a device on Windows; choose another"
     if not isinstance(entry.kind, str) or entry.kind not in kinds.KINDS:
-        return f"has the unknown kind {entry.kind!r}; known: {', '.join(sorted(kinds.KINDS))}"
+        return f"has the unknown kind {kinds.quoted(entry.kind)}; known: {', '.join(sorted(kinds.KINDS))}"
     if (wrong := kinds.flaw(entry.kind, entry.config)) is not None:
         return wrong
     try:
@@ -69,7 +70,7 @@ def write(entries: Sequence[Entry]) -> bytes:
     seen: set[str] = set()
     for entry in entries:
         if (wrong := flaw(entry)) is not None:
-            raise InputError(f"harness entry {entry.id!r} {wrong}", param="entries")
+            raise InputError(f"harness entry {kinds.quoted(entry.id)} {wrong}", param="entries")
         if entry.id in seen:
             raise InputError(f"two harness entries have the id {entry.id!r}; ids must differ", param="entries")
         seen.add(entry.id)
@@ -94,6 +95,61 @@ def read(data: bytes) -> tuple[Entry, ...]:
     except (ValueError, TypeError, RecursionError, InputError) as error:
         raise ChainError(f"{FILE} is damaged ({error}); roll back to an earlier release") from None
     return tuple(sorted(entries, key=lambda entry: entry.id))
+
+
+def needs(entry: Entry) -> tuple[str, ...]:
+    """The ids without which this entry is left out."""
+    return tuple(entry.config.get("needs", ())) if isinstance(entry.config, dict) else ()
+
+
+def settled(entries: Iterable[Entry], without: Collection[str] = ()) -> tuple[Entry, ...]:
+    """The entries whose needs are in the tree and settled themselves, each after those it needs, else in id order.
+
+    What is in no such order, because a need is missing (or is one of the ids in `without`) or needs go in a circle, is
+    left out. Pure; the order depends on the set of entries only.
+    """
+    tree = {entry.id: entry for entry in entries if entry.id not in without}
+    waits = {name: len(needs(entry)) for name, entry in tree.items()}
+    wanted: dict[str, list[str]] = {}
+    for name, entry in tree.items():
+        for need in needs(entry):
+            wanted.setdefault(need, []).append(name)
+    ready = sorted(name for name, count in waits.items() if count == 0)
+    order = []
+    while ready:
+        order.append(tree[name := heapq.heappop(ready)])
+        for other in wanted.get(name, ()):
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, other)
+    return tuple(order)
+
+
+def waiting(entries: Iterable[Entry], without: Collection[str] = ()) -> dict[str, str]:
+    """Why each entry that is not settled is left out, as the end of a sentence that begins with its id."""
+    tree = {entry.id: entry for entry in entries}
+    left = tree.keys() - {entry.id for entry in settled(tree.values(), without)} - set(without)
+    said, after = {}, {}
+    for name in sorted(left):
+        lacks = next(need for need in needs(tree[name]) if need not in tree or need in left or need in without)
+        if lacks in left:
+            after[name] = lacks
+        else:
+            said[name] = f"needs {lacks!r}, which {'failed' if lacks in tree else 'is not in the tree'}"
+    circles: set[str] = set()
+    seen: dict[str, str] = {}
+    for start in after:  # each leads on to one other, so a walk ends in a circle, at what is missing, or on an old walk
+        name = start
+        while name in after and name not in seen:
+            seen[name] = start
+            name = after[name]
+        if seen.get(name) == start:
+            while name not in circles:
+                circles.add(name)
+                name = after[name]
+    for name, lacks in after.items():
+        said[name] = f"needs itself, through {lacks!r}" if name in circles else f"needs {lacks!r}, which waits itself"
+    return said
 
 
 def render_rules(entries: Sequence[Entry]) -> str | None:

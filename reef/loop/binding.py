@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,21 +17,26 @@ from typing import Any, Final, Literal
 from reef.core.errors import TeacherError
 from reef.core.nouns import PartName, Release
 from reef.engines import Engine
-from reef.evaluation import Evaluator
+from reef.evaluation import Evaluator, Means, Sizes, Task
 from reef.evaluation.book import Book
 from reef.experience.holdout import Holdout
 from reef.experience.pool import Pool
 from reef.experience.sessions import Sessions
 from reef.experience.units import SIGNALS, Signal
+from reef.harness.apply import Wish
 from reef.loop.ledger import Ledger
 from reef.recipe import Asking, Recipe
+from reef.recipe.bench import Proposed
 from reef.records import RecordStore
 from reef.records.board import Board
 from reef.records.journal import Journal
+from reef.records.queue import Queue
 from reef.releases import ReleaseChain
 from reef.trainers import Trainer
 
-State = Literal["waiting", "training", "evaluating", "publishing", "failed", "blocked"]
+State = Literal["waiting", "searching", "training", "evaluating", "publishing", "failed", "blocked"]
+Trigger = Literal["auto", "manual", "hybrid"]
+"""What makes a step: experience, a person's instruction, or either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,17 @@ class Watching:
     action: Literal["rollback", "tell", "off"] = "rollback"
     reports: int = 300  # scored reports on the new release that are compared, at most
     alpha: float = 0.05  # the chance of a false alarm for one release
+
+
+@dataclass(frozen=True, slots=True)
+class Searching:
+    """What a harness recipe that searches measures with. `tasks` reads a file or dotted path in the form of
+    `gate.suite`; ConfigError says what is wrong with it. `wish` is what a request gets of a tree."""
+
+    means: Means
+    sizes: Sizes
+    wish: Wish
+    tasks: Callable[[str], Sequence[Task]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +76,8 @@ class Binding:
     next_seconds: float = 900.0  # a message that comes later says nothing of the answer before it
     client_share: float = 1.0  # of a batch that one client may fill while others wait
     ask: Asking | None = None  # how a recipe asks a model about a unit; None: nothing here can
+    trigger: Trigger = "auto"
+    searching: Searching | None = None  # None: nothing here can measure a tree
     past: Evaluator | None = None  # measures earlier releases when live scores fall; None: there is no suite for it
 
     def bound(self, part: PartName) -> int | None:
@@ -88,6 +106,11 @@ class Tools:
     journal: Journal
     book: Book | None = None  # where failures become tasks; None: nowhere
     sessions: Sessions | None = None  # None: no recipe merges turns or learns from the next message
+
+    @property
+    def queue(self) -> Queue:
+        """What people asked for."""
+        return Queue(self.board)
 
     async def head(self, scenario: str) -> Release | None:
         return await asyncio.to_thread(self.chain.head, scenario)
@@ -121,6 +144,8 @@ class Work:
     tries: dict[str, int] = field(default_factory=dict)  # failures of assessing a unit
     discarded: int = 0  # units that the recipe's `discard` gave up since the last step
     recalled: bool = False  # whether the assessments that were written down are with their units
+    search: asyncio.Task[Proposed] | None = None  # goes on beside the other part's updates
+    sought: str = ""  # the batch that it is for
 
     @classmethod
     def open(cls, tools: Tools, binding: Binding, part: PartName) -> Work:
@@ -159,8 +184,23 @@ class Work:
         self.rest_until = time.monotonic() + min(longest, 0.25 * 2**self.failures)
 
     def well(self) -> None:
+        if self.search is not None:
+            return  # it may fail as the last one did
         self.failures, self.error, self.progress = 0, None, None
         self.state = "blocked" if self.blocked else "waiting"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a search goes on: there is nothing to do for this part until it ends."""
+        return self.search is not None and not self.search.done()
+
+    def leave(self) -> list[asyncio.Task[Any]]:
+        """Cancel the search, if one goes on; returns what to wait for."""
+        search, self.search, self.sought = self.search, None, ""
+        if search is None:
+            return []
+        search.cancel()
+        return [search]
 
     def shown(self) -> dict[str, Any]:
         """For people and the status page."""

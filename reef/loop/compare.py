@@ -52,6 +52,7 @@ class Comparison:
         self.old: list[float] = []
         self.rows = 0
         self.alarmed = False
+        self.began: float | None = None  # when the first report came that counts on the new side
         self.receipts: list[tuple[str, float]] = []  # records of the new release, and their scores
         self._sides: dict[str, Side] = dict.fromkeys(old, "old")
         self._sides[new] = "new"
@@ -84,6 +85,8 @@ class Comparison:
         for side, scores in found.items():
             if not self.over:
                 self._take(side, scores)
+                if self.new and self.began is None:
+                    self.began = report.created_at
 
     def _counts(self, side: Side, receipt: str, report: str, session: str | None) -> bool:
         """Whether this is the first report on a record, and its session's first on this side (or this same report)."""

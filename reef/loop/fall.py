@@ -4,7 +4,8 @@ Knows: a release's scores against its own earlier ones, and which earlier releas
 Does not know: why scores fell; the test (`compare`); how releases are measured (an `Evaluator` with a suite).
 
 - A release's first scored reports say what is usual for it. Every further stretch of as many is compared with them.
-- A fall is told, and its worst records become tasks, so that the suite knows what is wanted now.
+- A fall is told, and its worst records become tasks, so that the suite knows what is wanted now; what users said
+  before the fallen stretch judges nothing any more.
 - Then the release before and the base are measured against what is served; the first that the evidence shows to be
   better is served again. Nothing is, without a suite: a fall alone does not say that anything else would be better.
   An earlier release that cannot be measured is told and left out after three tries: the watch goes on.
@@ -91,6 +92,9 @@ class Fall:
             )  # fmt: skip
             log.warning("%s: %s", release.scenario, reason)
         failpoint("loop.after_fall")
+        if tools.book is not None and comparison.began is not None:
+            tools.book.shift(release.scenario, comparison.began)
+        failpoint("loop.after_shift")
         low = [
             (receipt, f"scored {score:.3g} on release {release.seq}; {usual:.3g} was usual for it")
             for receipt, score in comparison.receipts

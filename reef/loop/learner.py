@@ -20,7 +20,7 @@ from reef.core import rpc
 from reef.core.errors import MissingError, ReefError, StoreError, WireError
 from reef.core.nouns import PartName
 from reef.core.wire import Done, Look, Looked, Message, Ping, Pong, Wake
-from reef.loop import failures, tell
+from reef.loop import asks, failures, tell
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.gain import Scales
 from reef.loop.hook import Webhook
@@ -219,15 +219,18 @@ class _Seat:
 
     def leave(self) -> list[asyncio.Task[None]]:
         """Cancel what is going on; returns what to wait for."""
-        return [task for one in self._rounds for task in one.leave()]
+        searches = [task for work in self._works.values() for task in work.leave()]
+        return searches + [task for one in self._rounds for task in one.leave()]
 
     async def _learn(self) -> bool:
-        binding = self._binding = self._bindings(self._name)
+        binding = self._binding = asks.whole(self._tools, self._bindings(self._name))
         if not binding.recipes:
             await activate(self._tools, binding)
             return False
         for part in binding.recipes:
             if part not in self._works or self._recipes.get(part) != binding.recipes[part]:
+                if (old := self._works.get(part)) is not None:
+                    old.leave()
                 await recover(self._tools, self._name, part)
                 self._works[part] = Work.open(self._tools, binding, part)
                 self._recipes[part] = binding.recipes[part]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,9 @@ from reef.core.failpoint import failpoint
 from reef.core.nouns import Evaluation, Json, PartName
 from reef.core.wire import Step
 from reef.experience.units import Drop
+from reef.harness.tree import Mutation
+from reef.recipe.bench import Proposed, Refusal
+from reef.records.queue import is_ask
 
 MIGRATIONS = (
     """
@@ -59,9 +62,19 @@ MIGRATIONS = (
     CREATE TABLE assessments (scenario TEXT, part TEXT, unit TEXT, body TEXT NOT NULL,
         PRIMARY KEY (scenario, part, unit)) WITHOUT ROWID
     """,
+    """
+    CREATE TABLE proposals (
+        scenario TEXT, batch TEXT, line TEXT NOT NULL, ask TEXT, mutations TEXT NOT NULL, reason TEXT NOT NULL,
+        why TEXT,  -- it was turned down (null: it waits for a person)
+        at REAL NOT NULL, PRIMARY KEY (scenario, batch)
+    ) WITHOUT ROWID;
+    CREATE INDEX proposals_at ON proposals (scenario, at)
+    """,
 )
 """Each is run once, in order, under a lock. Never edit one that was released: add another."""
 
+PROPOSALS = 200
+"""Proposals of a scenario that came to nothing, or wait, and are kept."""
 _UNASSESS = "DELETE FROM assessments WHERE scenario=? AND part=? AND unit=?"
 
 Ruling = Literal["accept", "reject", "undecided", "hold"]
@@ -144,8 +157,11 @@ class Ledger(Database):
             self._advance(scenario, part, cursor)
 
     def fates(self, scenario: str, part: PartName) -> dict[str, int]:
-        """How many units met each fate: trained, or the reasons they were not."""
-        rows = self._read("SELECT fate, count(*) FROM fates WHERE scenario=? AND part=? GROUP BY fate", scenario, part)
+        """How many units met each fate: trained, or the reasons they were not. What people asked for is no unit."""
+        rows = self._read(
+            "SELECT fate, count(*) FROM fates WHERE scenario=? AND part=? AND unit NOT GLOB 'ask_*' GROUP BY fate",
+            scenario, part,
+        )  # fmt: skip
         return {str(fate): int(count) for fate, count in rows}
 
     def fate(self, scenario: str, unit: str) -> list[tuple[str, str, str, str | None, int | None]]:
@@ -205,14 +221,20 @@ class Ledger(Database):
         with self._writing():
             self._close(order)
 
-    def settle(self, order: Order, fate: str, metrics: Mapping[str, float]) -> None:
-        """An order is done: its units met this fate (`trained`, or why not), the cursor moves, the order is gone."""
+    def settle(
+        self, order: Order, fate: str, metrics: Mapping[str, float], *, proposed: Proposed | None = None, why: str = ""
+    ) -> None:
+        """An order is done: its units met this fate (`trained`, or why not), the cursor moves, the order is gone.
+        `why` says it in a sentence, and `proposed` is what was not taken."""
         with self._writing():
             step, part, done = order.message, order.part, fate == "trained"
             for unit, report in zip(step.unit_ids, order.reports, strict=True):
                 self._fate(step.scenario, part, unit, report, fate, step.line, step.step if done else None)
             if done:
                 self._step(step.scenario, part, step.line, step.step, step.batch_id, metrics)
+            elif why:
+                ask = next(filter(is_ask, step.unit_ids), None)
+                self._propose(step.scenario, step.batch_id, step.line, ask, proposed or Proposed(()), why)
             self._advance(step.scenario, part, step.cursor)
             self._close(order)
             failpoint("loop.in_settle")
@@ -245,6 +267,19 @@ class Ledger(Database):
         )  # fmt: skip
         return tuple(str(unit) for (unit,) in rows)
 
+    def free(self, scenario: str, part: PartName, ask: str) -> None:
+        """What a person asked for may be carried out again."""
+        with self._writing():
+            self._base.execute("DELETE FROM fates WHERE scenario=? AND part=? AND unit=?", (scenario, part, ask))
+
+    def asked(self, scenario: str, part: PartName, line: str) -> int:
+        """The newest step of a line that a person asked for; 0 when there is none."""
+        rows = self._read(
+            "SELECT max(step) FROM fates WHERE scenario=? AND part=? AND line=? AND unit GLOB 'ask_*'",
+            scenario, part, line,
+        )  # fmt: skip
+        return int(rows[0][0] or 0)
+
     def metrics(self, scenario: str, part: PartName, limit: int = 1) -> list[tuple[str, int, dict[str, float], float]]:
         """(line, step, metrics, time) of the newest steps, newest first."""
         rows = self._read(
@@ -260,10 +295,30 @@ class Ledger(Database):
         )
         return frozenset(int(step) for step, metrics in rows if json.loads(metrics).get("grad_norm") == 0)
 
+    # --- proposals that came to nothing -------------------------------------------------------------------------------
+
+    def rejected(self, scenario: str, limit: int = 50) -> list[Refusal]:
+        """What was refused or turned down, the newest first."""
+        rows = self._read(
+            "SELECT mutations, reason, why, at FROM proposals WHERE scenario=? AND why IS NOT NULL AND mutations!='[]'"
+            " ORDER BY at DESC LIMIT ?",
+            scenario, limit,
+        )  # fmt: skip
+        return [
+            Refusal(tuple(Mutation(**each) for each in json.loads(text)), reason, why, at)
+            for text, reason, why, at in rows
+        ]
+
+    def why(self, scenario: str, ask: str) -> str:
+        """Why nothing came of what a person asked for; empty where that is not known."""
+        rows = self._read("SELECT why FROM proposals WHERE scenario=? AND ask=? AND why IS NOT NULL", scenario, ask)
+        return str(rows[0][0]) if rows else ""
+
     # --- looks --------------------------------------------------------------------------------------------------------
 
-    def audit(self, look: Look) -> None:
-        """Add one audit row; the same line, step, look and verdict once only."""
+    def audit(self, look: Look, proposals: Iterable[tuple[str, str | None, Proposed]] = ()) -> None:
+        """Add one audit row; the same line, step, look and verdict once only. `proposals` are the batch, ask and edit
+        of each step that it speaks of, where it turns them down or holds them."""
         evaluation = msgspec.json.encode(look.evaluation).decode() if look.evaluation is not None else None
         with self._writing():
             self._base.execute(
@@ -276,6 +331,13 @@ class Ledger(Database):
                     look.at or time.time(), look.scenario, look.part, look.line, look.step, look.look, look.verdict,
                 ),
             )  # fmt: skip
+            for batch, ask, proposed in proposals:
+                self._propose(look.scenario, batch, look.line, ask, proposed, None)
+            if look.verdict == "reject" and look.part == "harness":
+                self._base.execute(
+                    "UPDATE proposals SET why=?, at=? WHERE scenario=? AND line=? AND why IS NULL",
+                    (look.reason, time.time(), look.scenario, look.line),
+                )
             failpoint("loop.in_audit")
 
     def overrule(self, scenario: str, candidate: str, actor: str, reason: str) -> Look:
@@ -340,6 +402,20 @@ class Ledger(Database):
         )
         if fate != "duplicate":
             self._base.execute(_UNASSESS, (scenario, part, unit))
+
+    def _propose(
+        self, scenario: str, batch: str, line: str, ask: str | None, proposed: Proposed, why: str | None
+    ) -> None:
+        plain = json.dumps([asdict(one) for one in proposed.mutations], ensure_ascii=False)
+        self._base.execute(
+            "INSERT OR REPLACE INTO proposals VALUES (?,?,?,?,?,?,?,?)",
+            (scenario, batch, line, ask, plain, proposed.reason, why, time.time()),
+        )
+        self._base.execute(
+            "DELETE FROM proposals WHERE scenario=?1 AND at < (SELECT at FROM proposals WHERE scenario=?1"
+            " ORDER BY at DESC LIMIT 1 OFFSET ?2)",
+            (scenario, PROPOSALS),
+        )
 
     def _step(self, scenario: str, part: str, line: str, step: int, batch: str, metrics: Mapping[str, float]) -> None:
         self._base.execute(

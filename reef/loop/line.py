@@ -32,6 +32,7 @@ class Line:
     looked: int  # the step of the last of them; base_step when there was none
     held: bool  # a candidate of it waits for a person
     idle: frozenset[int] = frozenset()  # its steps that changed nothing
+    asked: int = 0  # the newest step that a person asked for: it is looked at whatever the count
 
     @property
     def age(self) -> int:
@@ -41,7 +42,8 @@ class Line:
     def due(self, every: int) -> bool:
         """Whether the gate should look at the line before it goes on. What changed nothing is not worth a look."""
         moved = any(step not in self.idle for step in range(self.looked + 1, self.step + 1))
-        return not self.held and moved and (self.step - self.base_step) % every == 0
+        whole = (self.step - self.base_step) % every == 0 or self.asked > self.looked
+        return not self.held and moved and whole
 
 
 def root(get: Callable[[str], Release], head: Release, part: PartName) -> Release:
@@ -70,7 +72,8 @@ def find(ledger: Ledger, training: Path, scenario: str, part: PartName, base: Re
     step = max(folder.steps(training, scenario, part, name), default=base_step)
     held = any(look.verdict == "hold" for look in looks)
     looked, idle = max(undecided, default=base_step), ledger.idle(scenario, part, name)
-    return Line(name, part, base, base_step, step, len(undecided), looked, held, idle)
+    asked = ledger.asked(scenario, part, name) if part == "harness" else 0
+    return Line(name, part, base, base_step, step, len(undecided), looked, held, idle, asked)
 
 
 def _same(release: Release, parent: Release, part: PartName) -> bool:

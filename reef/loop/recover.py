@@ -5,7 +5,8 @@ Does not know: how to serve; the first line of every update aligns the board wit
 
 - A step folder says which units were trained, and its order is done. A release says so too, for lines long forgotten.
 - What the journal was not told of any more is told.
-- Drafts of harness steps are removed here; those of weights steps belong to the trainer, which may be at work on one.
+- Drafts of harness steps, and searches whose order is settled, are removed here; drafts of weights steps belong to the
+  trainer, which may be at work on one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from reef.core.failpoint import failpoint
 from reef.core.nouns import PartName, Release
 from reef.loop import tell
 from reef.loop.binding import Tools
-from reef.loop.ledger import Look
+from reef.loop.edit import forget
+from reef.loop.released import from_release
 from reef.trainers import folder
 
 PAGE = 50
@@ -30,8 +32,10 @@ async def recover(tools: Tools, scenario: str, part: PartName) -> None:
             shutil.rmtree(draft, ignore_errors=True)
     _from_folders(tools, scenario, part)
     failpoint("loop.in_recover")
+    if part == "harness":
+        forget(tools.training, scenario, tools.ledger.order(scenario, part))
     for release in await _unknown(tools, scenario, part):
-        _from_release(tools, scenario, part, release)
+        from_release(tools, scenario, part, release)
     await tell.missed(tools, scenario)
 
 
@@ -69,18 +73,3 @@ async def _unknown(tools: Tools, scenario: str, part: PartName) -> list[Release]
 def _made(release: Release, part: PartName) -> bool:
     """Whether a line of this part made the release: only its own part has units in `consumed`."""
     return part in release.consumed and bool(release.consumed[part].units)
-
-
-def _from_release(tools: Tools, scenario: str, part: PartName, release: Release) -> None:
-    line, consumed = release.line or "", release.consumed[part]
-    tools.ledger.restore(scenario, part, line, release.step, consumed.units, cursor=consumed.cursor)
-    reason = release.evaluation.reason if release.evaluation else release.reason
-    looks = release.evaluation.looks if release.evaluation else 1
-    step = release.step if part == "weights" else max(folder.steps(tools.training, scenario, part, line), default=0)
-    tools.ledger.audit(
-        Look(
-            scenario, part, line, step, looks, "accept", reason,
-            release.evaluation.candidate_id if release.evaluation else None, release.id, release.evaluation,
-            actor=release.actor, at=release.created_at,
-        )
-    )  # fmt: skip

@@ -15,24 +15,23 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from reef.core.errors import ReefError, StaleHead, StoreError, TeacherError, TrainError
 from reef.core.failpoint import failpoint
-from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release, Unit
-from reef.evaluation import check
+from reef.core.nouns import Batch, Consumed, Evaluation, PartName, Release
+from reef.evaluation import TOLD, check
 from reef.experience import fair
-from reef.experience.lag import judge
-from reef.experience.units import Drop
 from reef.harness import tree
-from reef.loop import assess, tell
+from reef.loop import asks, assess, ready, tell
 from reef.loop.binding import Binding, Tools, Work
+from reef.loop.edit import Written, acting, because, beside, edit, forget, written
 from reef.loop.ledger import Look, Order, Ruling
 from reef.loop.line import Line, find, root
-from reef.loop.step import Unmade, edit, order, train, unfit
+from reef.loop.step import Unmade, order, train, unfit
+from reef.records.queue import Ask, is_ask
 from reef.releases import Draft, NewPart
 from reef.scenario.serving import align, keep_pin, whole
 from reef.trainers import folder
@@ -43,7 +42,6 @@ ATTEMPTS: Final = 3
 """Failures of one order before its units are given up. Trouble that is not the batch's own (a full disk, a process that
 is gone) does not count: it is waited out."""
 LONGEST_REST: Final = 60.0
-SAVE_EVERY: Final = 256  # events that may be read again after a crash because nothing in them was worth a write
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ async def update_once(tools: Tools, binding: Binding, works: Mapping[PartName, W
     moved = False
     for part in binding.recipes:
         work = works[part]
-        if time.monotonic() < work.rest_until:
+        if time.monotonic() < work.rest_until or work.busy:
             continue
         try:
             made = await _Update(tools, binding, work).run()
@@ -119,22 +117,45 @@ class _Update:
         if self.work.failures:  # the last update did not end: perhaps before it told what it did
             await tell.missed(self.tools, self.work.scenario)
         line = await self._line(head)
+        await asks.follow(self.tools, self.binding, line, self.work.error)
         asked = ledger.order(self.work.scenario, self.work.part)  # an order given before a crash or a failure
         if asked is not None:
-            await self._read()
+            await ready.read(self.tools, self.binding, self.work)
         elif not line.held and not line.due(every):
-            batch = await self._batch(head, line) if await self._fits(head, line) else None  # 1, 2
-            asked = self._reserve(batch, line) if batch is not None else None
+            asked = await self._order(head, line)  # 1, 2
         if asked is not None:
-            await self._advance(asked, head, line)  # 3
+            if not await self._advance(asked, head, line):  # 3
+                return True  # a search goes on
             head = await self.tools.head(self.work.scenario) or head
             line = await self._line(head)
-        if not line.due(every):
-            return asked is not None or self.assessed > 0
-        await self._look(head, line)  # 4, 5, 6
+        if line.due(every):
+            await self._look(head, line)  # 4, 5, 6
+        elif asked is None and not self.assessed:
+            return False
+        if self.tools.queue.open(self.work.scenario, self.work.part):
+            head = await self.tools.head(self.work.scenario) or head
+            await asks.follow(self.tools, self.binding, await self._found(head))
         return True
 
     # --- 1, 2: experience and batch -----------------------------------------------------------------------------------
+
+    async def _order(self, head: Release, line: Line) -> Order | None:
+        """The next step: what a person asked for comes first; experience makes one unless only people may."""
+        ask = asks.following(self.tools, self.binding, self.work.part)
+        if ask is not None and ask.kind == "proposal":
+            await ready.read(self.tools, self.binding, self.work)
+            return await self._reserve(None, line, ask)
+        if not await self._fits(head, line):
+            return None
+        batch = None
+        if ask is None and self.binding.trigger == "manual":
+            await ready.read(self.tools, self.binding, self.work)
+            ready.save(self.tools, self.work)
+        elif ask is None or self.work.part == "weights" or "session" not in ask.body:
+            batch = await self._batch(head, line)
+        if batch is not None or (ask is not None and self.work.part == "harness"):
+            return await self._reserve(batch, line, ask)
+        return None
 
     async def _fits(self, head: Release, line: Line) -> bool:
         """Whether a step can be made from these weights. If not, the units wait for a person; the status says why."""
@@ -142,7 +163,7 @@ class _Update:
         work.blocked = await asyncio.to_thread(unfit, tools.training, self.binding.recipes[work.part], head, line)
         if work.blocked is None:
             return True
-        await self._read()
+        await ready.read(self.tools, self.binding, self.work)
         if work.blocked != before:
             log.warning("%s: %s", work.scenario, work.blocked)
             await asyncio.to_thread(tell.trouble, tools, work.scenario, work.part, work.blocked, tell.TROUBLE)
@@ -152,100 +173,44 @@ class _Update:
         """The units to learn from next, as the recipe chooses them among those that are ready, fresh and assessed, in
         the order that is fair."""
         work, pool = self.work, self.work.pool
-        await self._read()
-        fresh = await self._discard(await self._fresh(head, line))
+        await ready.read(self.tools, self.binding, self.work)
+        fresh = await ready.discard(self.binding, work, await ready.fresh(self.tools, self.binding, work, head, line))
         units = fair.order(fresh, self.binding.client_share, work.batch_size)
-        self._save()
+        ready.save(self.tools, work)
         units, away, self.assessed = await assess.assessed(self.tools, self.binding, work, units)
-        self._save()
+        ready.save(self.tools, work)
         batch = await asyncio.to_thread(self.binding.recipes[work.part].batch, units) if units else None
         if batch is None or not batch.units:
             if away is not None:
                 raise away  # the loop rests, and the status says who is away
             return None
-        if gone := await self._forgotten(batch):
+        if gone := await ready.forgotten(self.tools, batch):
             self.tools.ledger.unassess(work.scenario, work.part, gone)
             pool.take(gone)  # erased on request since they were read: the next look chooses without them
             return None
         given_up = {"discarded": float(work.discarded)} if work.discarded else {}
         return replace(batch, metrics=dict(batch.metrics) | pool.lost(batch.units) | given_up)
 
-    async def _read(self) -> None:
-        """New events, and what was made of their units before a restart."""
-        await self.work.pool.read(self.tools.store)
-        assess.recall(self.tools, self.binding, self.work)
-
-    async def _fresh(self, head: Release, line: Line) -> list[Unit]:
-        """The ready units with their lag. Those that are too old, or of another line, are dropped."""
-        work, pool = self.work, self.work.pool
-        units, bound = pool.units(), self.binding.bound(work.part)
-        if bound is None or not units:
-            return units
-        lags = await asyncio.to_thread(judge, self.tools.chain.get, head, line.age, units, bound)
-        fresh: list[Unit] = []
-        for unit in units:
-            lag = lags[unit.id]
-            if isinstance(lag, str):
-                pool.drop([Drop(unit.id, unit.report.id, lag)])
-            else:
-                fresh.append(_aged(unit, lag))
-        work.lags = dict(Counter(unit.lag or 0 for unit in fresh))
-        return fresh
-
-    async def _discard(self, units: list[Unit]) -> list[Unit]:
-        """What the recipe says can be in no batch is dropped, with the recipe's reason."""
-        discard = getattr(self.binding.recipes[self.work.part], "discard", None)  # a recipe need not have one
-        if discard is None or not units:
-            return units
-        said = await asyncio.to_thread(discard, units)
-        # a duplicate settles nothing: the unit would be discarded again at every look
-        gone = {unit.id: "recipe: duplicate" if why == "duplicate" else str(why) for unit, why in said}
-        self.work.pool.drop([Drop(unit.id, unit.report.id, gone[unit.id]) for unit in units if unit.id in gone])
-        self.work.discarded += len(gone)
-        return [unit for unit in units if unit.id not in gone]
-
-    async def _forgotten(self, batch: Batch) -> list[str]:
-        """The units of which the store no longer has a record."""
-        known = getattr(self.tools.store, "known", None)  # a store need not be able to tell
-        if known is None:
-            return []
-        receipts = {unit.id: [name.partition(":")[0] for name in (*unit.turns, unit.id)] for unit in batch.units}
-        there = set(await known([receipt for names in receipts.values() for receipt in names]))
-        return [name for name, names in receipts.items() if not there.issuperset(names)]
-
-    def _save(self) -> None:
-        """What can never train is written down, with the reason, and how far the log was read."""
-        work, pool = self.work, self.work.pool
-        low = pool.low()
-        if pool.dropped:
-            self.tools.ledger.drop(work.scenario, work.part, pool.dropped, low)
-            failpoint("loop.after_drop")
-            for drop in pool.dropped:
-                work.dropped[drop.reason] = work.dropped.get(drop.reason, 0) + 1
-            pool.acknowledge()
-            work.saved = low
-        elif low - work.saved >= SAVE_EVERY:
-            self.tools.ledger.advance(work.scenario, work.part, low)
-            work.saved = low
-
-    def _reserve(self, batch: Batch, line: Line) -> Order:
+    async def _reserve(self, batch: Batch | None, line: Line, ask: Ask | None) -> Order:
         """Write the step down before it is asked for."""
-        cursor = self.work.pool.low(without={unit.id for unit in batch.units})
-        made = order(self.binding, batch, line, cursor)
+        cursor = self.work.pool.low(without={unit.id for unit in batch.units} if batch is not None else ())
+        made = order(self.binding, batch, line, cursor, ask)
         self.tools.ledger.reserve(made)
         self.work.discarded = 0
         failpoint("loop.after_reserve")
+        await asks.follow(self.tools, self.binding, line)
         return made
 
     # --- 3: one step --------------------------------------------------------------------------------------------------
 
-    async def _advance(self, order: Order, head: Release, line: Line) -> None:
-        """Carry an order out, durably, and settle its units. An order of a line that is over is finished all the same:
-        a trainer may be at work on it, and units must not be free while that can still end well."""
+    async def _advance(self, order: Order, head: Release, line: Line) -> bool:
+        """Carry an order out, durably, and settle its units. False: a search for it goes on. An order of a line that is
+        over is finished all the same: a trainer may be at work on it, and units must not be free while that can still
+        end well."""
         tools, work, step = self.tools, self.work, order.message
         work.state, work.line, work.step = "training", step.line, step.step - 1
         began = time.monotonic()
-        made: Mapping[str, float] | Unmade
+        made: Mapping[str, float] | Unmade | None
         try:
             if work.part == "weights":
                 made = await train(tools, work, order)
@@ -260,14 +225,17 @@ class _Update:
             if tools.ledger.retry(order) < ATTEMPTS:
                 raise
             made = await self._give_up(order, error)
+        if made is None:
+            work.state = "searching"
+            return False
         if isinstance(made, Unmade):
             log.info("%s %s: step %d of line %s: %s", work.scenario, work.part, step.step, step.line, made.why)
             if made.fate is None:
                 tools.ledger.release(order)
-                return
-            self._settle(order, made.fate, {})
-            work.decided("reject", made.why, None, step.step)
-            return
+            else:
+                self._settle(order, made.fate, {}, made)
+                work.decided("reject", made.why, None, step.step)
+            return True
         failpoint("loop.before_settle")
         work.metrics = dict(order.metrics) | dict(made)
         self._settle(order, "trained", work.metrics)
@@ -275,12 +243,18 @@ class _Update:
         work.timings = {"waiting": order.waited, "training": time.monotonic() - began}
         if work.part == "weights":
             await self._slim(step.line, step.step)
+        return True
 
-    def _settle(self, order: Order, fate: str, metrics: Mapping[str, float]) -> None:
+    def _settle(self, order: Order, fate: str, metrics: Mapping[str, float], unmade: Unmade | None = None) -> None:
         """The order is done; its units met this fate."""
-        work, count = self.work, len(order.reports)
-        self.tools.ledger.settle(order, fate, metrics)
+        work, count = self.work, sum(not is_ask(name) for name in order.message.unit_ids)
+        if unmade is None:
+            self.tools.ledger.settle(order, fate, metrics)
+        else:
+            self.tools.ledger.settle(order, fate, metrics, proposed=unmade.proposed, why=unmade.why)
         failpoint("loop.after_settle")
+        if work.part == "harness":
+            forget(self.tools.training, work.scenario)
         work.pool.take(order.message.unit_ids)
         work.saved = max(work.saved, order.message.cursor)
         if fate == "trained":
@@ -306,7 +280,8 @@ class _Update:
         work, tools = self.work, self.tools
         work.state = "evaluating"
         began = time.monotonic()
-        draft = await self._draft(line)
+        wanted = written(tools.training, work.scenario, line) if line.part == "harness" else []
+        draft = await self._draft(line, wanted)
         for _ in range(TRIES):
             consumed = {part: Consumed(held.cursor) for part, held in head.consumed.items()} | dict(draft.consumed)
             step = line.step if line.part == "weights" else head.step
@@ -316,9 +291,10 @@ class _Update:
             evaluation = await self._evaluate(candidate, head, line)
             failpoint("loop.after_evaluate")
             work.timings["gate"] = time.monotonic() - began
-            ruling, evaluation = await self._rule(evaluation, line)
+            evaluation = beside(wanted, evaluation)
+            ruling, evaluation = await self._rule(evaluation, line, await acting(tools, head, line))
             if ruling != "accept":
-                look = self._audit(line, ruling, evaluation, candidate)
+                look = self._audit(line, ruling, evaluation, candidate, wanted=wanted)
                 failpoint("loop.after_audit")
                 await asyncio.to_thread(tell.ruling, tools, look)
                 failpoint("loop.after_ruling")
@@ -326,7 +302,7 @@ class _Update:
                     await self._forget()
                 return
             work.state = "publishing"
-            draft = replace(draft, operation="publish", evaluation=evaluation, reason=evaluation.reason)
+            draft = replace(draft, operation="publish", evaluation=evaluation, reason=because(wanted, evaluation))
             try:
                 release = await asyncio.to_thread(tools.chain.publish, work.scenario, draft, head.id)
             except StaleHead:
@@ -335,10 +311,10 @@ class _Update:
                 head = await tools.head(work.scenario) or head
                 if (await self._line(head)).name != line.name:
                     return  # the line stands on a release that is no longer served; the next one starts from the head
-                draft = replace(draft, operation="candidate", evaluation=None, reason="")
+                draft = replace(draft, operation="candidate", evaluation=None, reason=because(wanted))
                 continue
             failpoint("loop.after_publish")
-            look = self._audit(line, "accept", evaluation, candidate, release)
+            look = self._audit(line, "accept", evaluation, candidate, release, wanted=wanted)
             failpoint("loop.after_audit")
             await self._serve(look)
             return
@@ -348,9 +324,10 @@ class _Update:
         by a policy that looks at nothing."""
         if (broken := await check.load(self.binding.engine, candidate.id)) is not None:
             return Evaluation("loads", "reject", f"Rejected: {broken.note}", candidate.id, head.id, (broken,))
+        TOLD.set(lambda stage, done, total: setattr(self.work, "progress", (stage, done, total)))
         return await self.binding.evaluator.evaluate(candidate, head, line.looks + 1)
 
-    async def _draft(self, line: Line) -> Draft:
+    async def _draft(self, line: Line, wanted: Sequence[Written]) -> Draft:
         """The line's newest step as a candidate; base, step and the other parts' cursors are the head's."""
         work, tools = self.work, self.tools
         place = folder.path(tools.training, work.scenario, work.part, line.name, line.step)
@@ -368,19 +345,27 @@ class _Update:
             "candidate",
             {work.part: new},
             line=line.name,
-            recipe=self.binding.names[work.part],
+            recipe=asks.NAME if state.objective == asks.NAME else self.binding.names[work.part],
             consumed={work.part: Consumed(state.cursor, units)},
+            actor=(wanted[-1].actor if wanted else None) or "learner",
+            reason=because(wanted),
         )
 
-    async def _rule(self, evaluation: Evaluation, line: Line) -> tuple[Ruling, Evaluation]:
-        """What follows from a verdict: patience ends, and what is pinned or in review holds what it would accept."""
+    async def _rule(self, evaluation: Evaluation, line: Line, acts: Sequence[str]) -> tuple[Ruling, Evaluation]:
+        """What follows from a verdict: patience ends, and what is pinned or in review holds what it would accept. What
+        acts on a machine is held for a person, and so is what a person asked for and the gate cannot decide."""
         evaluation = replace(evaluation, looks=line.looks + 1)
+        asked = line.asked > line.looked
+        if acts and (evaluation.verdict == "accept" or (asked and evaluation.verdict == "undecided")):
+            evaluation = replace(evaluation, reason=f"{evaluation.reason} (held: {'; '.join(acts)})")
+        if asked and evaluation.verdict == "undecided":
+            return "hold", replace(evaluation, reason=f"{evaluation.reason} (undecided, so a person decides)")
         if evaluation.verdict == "accept":
             if (pin := await asyncio.to_thread(self.tools.journal.pinned, self.work.scenario)) is not None:
                 said = f": {pin.reason}" if pin.reason else ""
                 held = f"held, because {pin.actor} pinned the scenario to {pin.release_id[:12]}{said}"
                 return "hold", replace(evaluation, reason=f"{evaluation.reason} ({held})")
-            if self.binding.mode == "review":
+            if self.binding.mode == "review" or acts:
                 return "hold", evaluation
         if evaluation.verdict == "undecided" and evaluation.looks >= self.binding.patience:
             reason = f"{evaluation.reason} (still undecided after {evaluation.looks} looks)"
@@ -388,14 +373,23 @@ class _Update:
         return evaluation.verdict, evaluation
 
     def _audit(
-        self, line: Line, ruling: Ruling, evaluation: Evaluation, candidate: Release, release: Release | None = None
+        self,
+        line: Line,
+        ruling: Ruling,
+        evaluation: Evaluation,
+        candidate: Release,
+        release: Release | None = None,
+        *,
+        wanted: Sequence[Written] = (),
     ) -> Look:
-        work = self.work
+        work, proposed = self.work, because(wanted)
+        reason = f"{evaluation.reason} (proposed: {proposed})" if proposed else evaluation.reason
         look = Look(
-            work.scenario, work.part, line.name, line.step, line.looks + 1, ruling, evaluation.reason,
+            work.scenario, work.part, line.name, line.step, line.looks + 1, ruling, reason,
             candidate.id, release.id if release else None, evaluation, timings=dict(work.timings),
         )  # fmt: skip
-        self.tools.ledger.audit(look)
+        down = [(one.batch, one.ask, one.proposed) for one in wanted] if ruling in ("reject", "hold") else []
+        self.tools.ledger.audit(look, down)
         work.looks = look.look
         work.decided(ruling, evaluation.reason, look.release, look.step)
         log.info("%s %s: %s at step %d: %s", work.scenario, work.part, ruling, line.step, evaluation.reason)
@@ -428,11 +422,10 @@ class _Update:
         failpoint("loop.after_slim")
 
     async def _line(self, head: Release) -> Line:
-        base = await asyncio.to_thread(root, self.tools.chain.get, head, self.work.part)
-        line = find(self.tools.ledger, self.tools.training, self.work.scenario, self.work.part, base)
+        line = await self._found(head)
         self.work.line, self.work.step, self.work.looks = line.name, line.step, line.looks
         return line
 
-
-def _aged(unit: Unit, lag: int) -> Unit:
-    return replace(unit, lag=lag, sample=None if unit.sample is None else replace(unit.sample, lag=lag))
+    async def _found(self, head: Release) -> Line:
+        base = await asyncio.to_thread(root, self.tools.chain.get, head, self.work.part)
+        return find(self.tools.ledger, self.tools.training, self.work.scenario, self.work.part, base)

@@ -26,6 +26,8 @@ RECIPES = {
     "sdft": "recipes.sdft.recipe:SDFTRecipe",
     "opd": "recipes.opd.recipe:OPDRecipe",
     "feedback_rules": "recipes.feedback_rules.recipe:FeedbackRules",
+    "harness_evolve": "recipes.harness_evolve.recipe:HarnessEvolve",
+    "gepa": "recipes.gepa.recipe:GEPARecipe",
 }
 
 
@@ -48,10 +50,19 @@ class Recipe(Protocol):
     - `signals: ClassVar[frozenset[Signal]]`: what makes a unit (`experience.units`). Default: score for weights,
       feedback for the harness. `next` is the message that follows an answer.
     - `ages: bool`: whether lag matters (default true); without, samples are never stale or foreign.
+    - `trusted: ClassVar[frozenset[str]]`: its fields that name files or code of the server. A request that makes a
+      scenario cannot choose them, only repeat what the configuration says.
     - `engines`: names of the engines that `assess` asks; one that the configuration lacks is an error at the start.
+    - `applies: ClassVar[bool]`: a harness recipe whose rules and skills are put into each request, for applications
+      without a client that has them in its files (default false). `harness.apply` of the configuration goes before it.
     - `merge: bool`: one report on several turns of a session is one unit, its turns one sequence (default false).
     - `def discard(self, units) -> Sequence[tuple[Unit, str]]`: ready units that can be in no batch, each with the
       reason in a word or two; they are settled with it. Asked before `batch`. A reason is never `duplicate`.
+    - `async def search(self, batch: Batch | None, tree, bench: Bench) -> Proposed`, of a harness recipe, instead of
+      `propose`: it may ask models and measure trees (`recipe.bench`), for as long as it takes, beside the updates of
+      other parts. `batch` is None for a person's instruction that no report came with. A crash or a stop begins it
+      again, with the same `bench.folder`; what it raises is tried again, an error of its own three times at most.
+      Only a harness recipe that has it takes instructions.
     - `async def assess(self, unit, ask: Asking) -> Json`: what another model or a rule makes of a unit before it can be
       in a batch; done once for each unit, kept, and given back as `unit.assessment`. None: the unit never trains.
     """

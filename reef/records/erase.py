@@ -135,6 +135,30 @@ def remove(store: Store, ids: Sequence[str], *, forever: bool) -> Removed:
     return done
 
 
+def unreport(store: Store, ids: Sequence[str]) -> Removed:
+    """Remove reports by id, for good; the records that they quote stay. Unknown ids are passed over."""
+    done = 0
+    for start in range(0, len(ids), BATCH):
+        part = ids[start : start + BATCH]
+        with store.writing() as db:
+            for name in part:
+                db.execute("INSERT OR IGNORE INTO erased VALUES (?, ?)", (name, time.time()))
+                row = db.execute("SELECT seq, body FROM reports WHERE id = ?", (name,)).fetchone()
+                if row is None:
+                    continue
+                for quoted in codec.decode(codec.unpack(row[1]), Report).references:
+                    db.execute(
+                        "DELETE FROM quotes WHERE report = ? AND record = (SELECT seq FROM records WHERE id = ?)",
+                        (row[0], quoted),
+                    )
+                db.execute("DELETE FROM reports WHERE seq = ?", (row[0],))
+                db.execute("DELETE FROM events WHERE seq = ?", (row[0],))
+                done += 1
+            failpoint("keep.before_commit")
+        failpoint("keep.after_commit")
+    return Removed(0, done)
+
+
 def _batch(db: sqlite3.Connection, ids: Sequence[str], forever: bool) -> Removed:
     marks = ", ".join("?" * len(ids))
     if forever:

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from reef.core.errors import ReefError
+from reef.core.nouns import Report
 from reef.records import Query, codec, erase, pages
 from reef.records.erase import Progress, Removed, Store
 
@@ -83,8 +84,10 @@ async def tend(
         await asyncio.sleep(every)
 
 
-def forget(path: Path, ids: Sequence[str], say: Progress | None = None) -> tuple[Removed, bool]:
-    """Erase records for good, with the reports on them alone and the blobs that only they had. Blocking.
+def forget(
+    path: Path, ids: Sequence[str], say: Progress | None = None, reports: Sequence[str] = ()
+) -> tuple[Removed, bool]:
+    """Erase records for good, with the reports on them alone and the blobs that only they had; and `reports`. Blocking.
 
     Also whether every byte is out of the files: not while a reader holds an old state; calling again finishes it.
     """
@@ -94,6 +97,7 @@ def forget(path: Path, ids: Sequence[str], say: Progress | None = None) -> tuple
             done += erase.remove(store, ids[start : start + erase.BATCH], forever=True)
             if say:
                 say(f"erased {done.records} of {len(ids)} records")
+        done += erase.unreport(store, reports)
         done += erase.sweep(store, say)
         return done, erase.scrub(store)
 
@@ -116,6 +120,14 @@ def of(path: Path, scenario: str, receipts: Iterable[str]) -> list[str]:
     query = "SELECT 1 FROM records WHERE id = ? AND scenario = ?"
     with Store(path) as store, erase.troubles(path):
         return [name for name in receipts if store.db.execute(query, (name, scenario)).fetchone()]
+
+
+def reports(path: Path, scenario: str, ids: Iterable[str]) -> list[Report]:
+    """Those of these ids that are reports of the scenario."""
+    query = "SELECT body FROM reports WHERE id = ? AND scenario = ?"
+    with Store(path) as store, erase.troubles(path):
+        rows = [store.db.execute(query, (name, scenario)).fetchone() for name in ids]
+        return [codec.decode(codec.unpack(row[0]), Report) for row in rows if row is not None]
 
 
 def erased(path: Path, receipts: Iterable[str]) -> list[str]:

@@ -142,6 +142,21 @@ class Lookup:
         sql, values = pages.select(Query(scenario, session=name, limit=limit), COLUMNS, after=after)
         return [(row[0], self._record(row)) for row in self._db.execute(sql, values).fetchall()]
 
+    def quotable(self, scenario: str, name: str, tokens: Sequence[str | None], limit: int) -> list[str]:
+        """Ids of a session's live records that are complete or still answered and were asked for with one of these
+        tokens (None: with none of the table): the newest `limit`, the oldest first."""
+        query = (
+            "SELECT id, status, purpose, meta FROM records WHERE scenario = ? AND session = ? AND purpose = 'live'"
+            " AND status IN ('open', 'complete') ORDER BY seq DESC"
+        )
+        found: list[str] = []
+        for receipt, status, purpose, meta in self._db.execute(query, (scenario, name)):
+            if codec.unpack_meta(meta, status, purpose).tags.get("token") in tokens:
+                found.append(receipt)
+            if len(found) == limit:
+                break
+        return found[::-1]
+
     def events(self, scenario: str, after: int, limit: int) -> list[Event]:
         query = "SELECT seq, kind, ref, scenario FROM events WHERE scenario = ? AND seq > ? ORDER BY seq LIMIT ?"
         return [Event(*row) for row in self._db.execute(query, (scenario, after, limit))]

@@ -122,6 +122,25 @@ MIGRATIONS = (
         at REAL NOT NULL
     ) WITHOUT ROWID;
     """,
+    """
+    CREATE TABLE asks (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        scenario TEXT NOT NULL,
+        part TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        body TEXT NOT NULL,                         -- JSON
+        actor TEXT NOT NULL,                        -- the token's name
+        created_at REAL NOT NULL,
+        state TEXT NOT NULL,
+        said TEXT NOT NULL,
+        candidate TEXT,
+        release TEXT,
+        changed_at REAL NOT NULL
+    );
+    CREATE INDEX asks_scenario ON asks (scenario);
+    CREATE INDEX asks_open ON asks (scenario) WHERE state IN ('queued', 'taken');
+    """,
 )
 
 FILLS = {1: fill.times_tags_and_scores}  # what a migration needs beside its script, by its place above

@@ -112,6 +112,10 @@ class SqliteStore:
         """A page of one session's records with their sequence numbers, the oldest first."""
         return await self._read(lambda rows: rows.session(scenario, name, after, limit))
 
+    async def quotable(self, scenario: str, name: str, tokens: Sequence[str | None], limit: int) -> list[str]:
+        """The newest records of a session that its reports are about; see `Lookup.quotable`."""
+        return await self._read(lambda rows: rows.quotable(scenario, name, tokens, limit))
+
     async def reports_on(self, receipt: str) -> list[Report]:
         """Every report that quotes this record, oldest first; empty when there is none."""
         return await self._read(lambda lookup: lookup.reports_on(receipt))

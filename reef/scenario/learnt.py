@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reef.core.errors import MissingError
-from reef.core.nouns import PartName, Release
+from reef.core.errors import MissingError, StoreError
+from reef.core.nouns import PartName, Release, Report
 from reef.releases import ReleaseChain
+from reef.scenario.audit import Audit
 
 PAGE = 200
 
@@ -142,10 +143,35 @@ def consumers(chain: ReleaseChain, scenario: str, receipts: Collection[str]) -> 
 
 def learnt(chain: ReleaseChain, scenario: str, receipts: Collection[str]) -> Learnt:
     """The releases of a scenario that learnt from any of these receipts, and where to go back to."""
-    descent = Family(chain).of(scenario)
-    found = consumers(chain, scenario, receipts)
+    return influence(chain, scenario, consumers(chain, scenario, receipts))
+
+
+def judged(chain: ReleaseChain, audit: Audit, scenario: str, reports: Iterable[Report]) -> list[Release]:
+    """The releases that learnt by any of these reports, oldest first. Without an audit to tell by which report a
+    record was learnt: those that learnt from any record they quote."""
+    descent, places = Family(chain).of(scenario), set[int]()
+    for report in reports:
+        for receipt in report.references:
+            try:
+                fates = [
+                    one for one in audit.fates(scenario, receipt) if (one.report, one.fate) == (report.id, "trained")
+                ]
+            except StoreError:
+                places |= {descent.places[one.id] for one in consumers(chain, scenario, report.references)}
+                break
+            for one in fates:
+                place = descent.lines.get((one.part, one.line or ""))
+                held = None if place is None else chain.get(descent.nodes[place].id).consumed.get(one.part)
+                if place is not None and held is not None and one.unit in held.units:
+                    places.add(place)
+    return [chain.get(descent.nodes[place].id) for place in sorted(places)]
+
+
+def influence(chain: ReleaseChain, scenario: str, found: Sequence[Release]) -> Learnt:
+    """What these releases (oldest first) mean for what is served, and where to go back to."""
     if not found:
         return Learnt()
+    descent = Family(chain).of(scenario)
     touched = set(descent.descendants([descent.places[release.id] for release in found]))
     line = descent.ancestry(len(descent.nodes) - 1)
     if line[0] not in touched:

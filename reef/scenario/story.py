@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from reef.core.nouns import Act, Evaluation, PartName, Record, Release, Report
 from reef.scenario.audit import Ruling
+from reef.scenario.origin import Origin
 
 SHOWN = 20
 MOST = 500
@@ -107,7 +108,8 @@ class Approval:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseStory:
-    """`brought`: the release that brought its parts (for a rollback, the one that came back). `measured` is that's."""
+    """`brought`: the release that brought its parts (for a rollback, the one that came back). `measured` is that's.
+    `entries`: of its harness tree, where each comes from."""
 
     id: str
     scenario: str
@@ -124,6 +126,7 @@ class ReleaseStory:
     ancestry: Briefs
     unknown: tuple[str, ...]
     kind: str = "release"
+    entries: tuple[Origin, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class CandidateStory:
     ancestry: Briefs
     unknown: tuple[str, ...]
     kind: str = "candidate"
+    entries: tuple[Origin, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

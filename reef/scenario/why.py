@@ -14,15 +14,19 @@ import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from reef.core.errors import MissingError, StoreError
+from reef.core.errors import ChainError, MissingError, StoreError
 from reef.core.nouns import Act, PartName, Record, Release, Report
 from reef.records import RecordStore
 from reef.records.journal import Journal
 from reef.releases import ReleaseChain
+from reef.scenario import origin
 from reef.scenario.audit import FATES, Audit, Fate, Ruling
 from reef.scenario.learnt import Descent, Family, Node, consumers
+from reef.scenario.origin import Origin
 from reef.scenario.story import (
+    SHOWN,
     Approval,
     Brief,
     Briefs,
@@ -37,6 +41,7 @@ from reef.scenario.story import (
     Sources,
 )
 
+_Made = TypeVar("_Made", ReleaseStory, CandidateStory)
 _WAITS = "it waits for a batch: what was said of it first counts"
 _PENDING = "not trained yet: its turn has not come, or nothing here learns from such a report"
 
@@ -56,8 +61,47 @@ class Why:
         return await asyncio.to_thread(self.chain.get, release_id, within)
 
     async def release(self, found: Release, page: Page) -> ReleaseStory | CandidateStory:
-        ask = self._candidate if found.operation == "candidate" else self._release
-        return await asyncio.to_thread(ask, found, page)
+        if found.operation == "candidate":
+            return await self._traced(await asyncio.to_thread(self._candidate, found, page))
+        return await self._traced(await asyncio.to_thread(self._release, found, page))
+
+    async def _traced(self, story: _Made) -> _Made:
+        """The story of a release with where its harness comes from."""
+        try:
+            return replace(story, entries=await self.entries(story.release))
+        except (ChainError, MissingError) as error:
+            said = f"where the harness's entries come from is not known: {error.message}"
+            return replace(story, unknown=(*story.unknown, said))
+
+    async def entries(self, found: Release) -> tuple[Origin, ...]:
+        """Where each entry of a release's tree comes from: releases, reports and people; and which of it was learnt
+        from what has been erased since. ChainError or MissingError when the tree cannot be read."""
+        origins = await asyncio.to_thread(origin.entries, self.chain, found)
+        behind = await asyncio.to_thread(origin.behind, self.chain, self.audit, origins)
+        gone = await self.forgotten(sorted({name for each in behind.values() for name in each.names}))
+        brought = dict.fromkeys(one.release_id for one in origins)
+        people = {name: await self._people(name, behind[name].units) for name in brought}
+        named = [replace(one, reports=behind[one.release_id].reports, people=people[one.release_id]) for one in origins]
+        return origin.marked(named, origin.lost(behind, gone))
+
+    async def _people(self, release_id: str, units: Sequence[str]) -> tuple[str, ...]:
+        """Who proposed what was promoted, and the names of the tokens that the records were asked with."""
+        found = dict.fromkeys(await asyncio.to_thread(self._proposer, release_id))
+        for unit in units[:SHOWN]:
+            with contextlib.suppress(MissingError):
+                (entry,) = await self.store.get([unit.partition(":")[0]])
+                if isinstance(entry, Record) and (name := entry.tags.get("token")):
+                    found[name] = None
+        return tuple(found)
+
+    def _proposer(self, release_id: str) -> list[str]:
+        """The person whose proposal was promoted in this release."""
+        release = self.chain.get(release_id)
+        if release.operation == "promote" and release.evaluation is not None:
+            with contextlib.suppress(MissingError):
+                candidate = self.chain.get(release.evaluation.candidate_id)
+                return [candidate.actor] if candidate.actor not in ("learner", release.actor) else []
+        return []
 
     async def record(self, found: Record, page: Page) -> RecordStory:
         reports_on = getattr(self.store, "reports_on", None)  # a store need not be able to

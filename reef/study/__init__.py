@@ -25,6 +25,8 @@ STUDIES = {
     "sft": "recipes.sft.study:STUDY",
     "sdft": "recipes.sdft.study:STUDY",
     "opd": "recipes.opd.study:STUDY",
+    "gepa": "recipes.gepa.study:STUDY",
+    "harness_evolve": "recipes.harness_evolve.study:STUDY",
 }
 
 

@@ -8,10 +8,14 @@ import pytest
 from reef.core.errors import MissingError
 from reef.core.nouns import Consumed
 from reef.experience.sessions import Sessions
+from reef.harness.tree import FILE, Entry, write
+from reef.loop.audit import Audit
+from reef.records import keep
 from reef.releases import Draft, NewPart
 from reef.scenario.learnt import cited, learnt
 from reef.scenario.serving import align
 from tests.cli.kept import Folder
+from tests.gateway.life import Life
 from tests.gateway.test_imports import build, build_report
 
 
@@ -161,3 +165,123 @@ def test_what_a_chain_cites(folder):
     assert (found.served, found.before) == (True, story.base)
     with pytest.raises(MissingError):
         chain.get("f" * 40)
+
+
+# --- the harness ------------------------------------------------------------------------------------------------------
+
+
+class Learnt:
+    """A rule that came from one report, and one more release that kept it and added another from a second report."""
+
+    def __init__(self, folder):
+        self.folder, gateway = folder, folder.gateway
+        self.life = Life(folder.path, gateway.chain, gateway.board)
+        self.one, self.two = (build(folder.head.id, session=name) for name in "ab")
+        self.first, self.second = build_report(self.one.id), build_report(self.two.id)
+        folder.store(self.one, self.two, self.first, self.second)
+        self.releases = [
+            self.learn({"please": "Say please."}, self.one, self.first),
+            self.learn({"please": "Say please.", "brief": "Be brief."}, self.two, self.second),
+        ]
+
+    def learn(self, texts, record, report):
+        head, unit = self.folder.head, f"{record.id}:0"
+        line = f"{head.id[:12]}-1"
+        self.life.train(line, {unit: report.id})
+        entries = [Entry(name, "rules", {"text": text}) for name, text in texts.items()]
+        part = NewPart("tree", {FILE: write(entries)})
+        draft = Draft(
+            "publish", {"harness": part}, base=head.id, line=line, consumed={"harness": Consumed(9, (unit,))},
+            reason="better by 20 points",
+        )  # fmt: skip
+        made = self.folder.gateway.chain.publish("default", draft, head.id)
+        align("default", self.folder.gateway.chain, self.folder.gateway.board)
+        return made
+
+    def noted(self):
+        """What the doctor says of the harness."""
+        from reef.cli.forget import standing
+
+        chain, path = self.folder.gateway.chain, self.folder.path
+        return standing(
+            chain, Audit(path / "learn.db"), self.folder.head, lambda ids: keep.erased(path / "records.db", ids)
+        )
+
+
+@pytest.mark.parametrize("what", ["record", "report"])
+def test_entries_that_came_from_it_are_named_until_they_are_gone(folder, what):
+    """Case 51: the removal of a record or report flags what was made of it."""
+    learnt = Learnt(folder)
+    assert learnt.noted() == ""
+    name = learnt.one.id if what == "record" else learnt.first.id
+    code, out, err = folder.run("forget", f"--{what}", name, "--yes")
+    assert code == 0, err
+    first, second = learnt.releases
+    assert f"these releases learnt from it: 1 ({first.id[:10]})" in out
+    assert out.splitlines()[-5:] == [
+        "these entries of the harness came from them:",
+        f"  please (rules): by release 1 ({first.id[:10]}), held by 1 to 2, served now",
+        "    1 | Say please.",
+        "what is served still comes from them; `reef rollback 0` goes back to before",
+        "or take those entries out of the harness with a proposal; `reef doctor` names them until then",
+    ]
+    assert "came from records or reports that were forgotten: please (release 1);" in learnt.noted()
+    assert left(folder, learnt.one.id, learnt.first.id) == ([learnt.one.id] if what == "report" else [])
+    assert left(folder, learnt.two.id, learnt.second.id) == [learnt.two.id, learnt.second.id]
+    code, out, _ = folder.run("why", second.id)
+    assert "please (rules): release 1" in out
+    assert out.count("WHAT IT CAME FROM WAS FORGOTTEN") == 1
+    _, out, _ = folder.run("doctor", "--reef.engine", "fake")
+    assert "harness default" in out
+    folder.run("rollback", "0")
+    assert learnt.noted() == ""
+    _, out, _ = folder.run("doctor", "--reef.engine", "fake")
+    assert "harness default" not in out
+
+
+def test_a_rollback_takes_the_entries_out(folder):
+    learnt = Learnt(folder)
+    code, out, err = folder.run("forget", "--report", learnt.second.id, "--yes", "--rollback", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert (said["records"], said["reports"], said["served"]) == (0, 1, True)
+    (entry,) = said["entries"]
+    assert (entry["id"], entry["held"], entry["brought"]) == ("brief", [2], [[learnt.releases[1].id, 2]])
+    assert [line["text"] for line in entry["lines"]] == ["Be brief."]
+    assert (folder.head.operation, folder.head.base) == ("rollback", learnt.releases[0].id)
+    assert learnt.noted() == ""
+
+
+def test_reports_that_are_not_there(folder):
+    learnt = Learnt(folder)
+    code, _, err = folder.run("forget", "--report", "rep_nothing", "--yes")
+    assert (code, "has no report 'rep_nothing'" in err) == (1, True)
+    folder.run("forget", "--report", learnt.first.id, "--yes")
+    code, out, _ = folder.run("forget", "--report", learnt.first.id, "--yes")
+    assert code == 0
+    assert "has no such record (any more)" in out
+
+
+def test_without_an_audit_a_report_is_taken_to_have_taught_whoever_learnt_from_its_answers(folder):
+    learnt = Learnt(folder)
+    (folder.path / "learn.db").unlink()
+    code, out, err = folder.run("forget", "--report", learnt.first.id, "--yes", "--json")
+    assert code == 0, err
+    assert [item["seq"] for item in json.loads(out)["learnt"]] == [1]
+
+
+def test_entries_that_are_not_served_any_more_are_named_too(folder):
+    learnt = Learnt(folder)
+    learnt.learn({"brief": "Be brief."}, build_kept(folder), learnt.second)
+    code, out, err = folder.run("forget", "--record", learnt.one.id, "--yes")
+    assert code == 0, err
+    assert "  please (rules): by release 1 (" in out
+    assert "held by 1 to 2\n" in out
+    assert "or take those entries out" not in out
+    assert learnt.noted() == ""
+
+
+def build_kept(folder):
+    record = build(folder.head.id, session="c")
+    folder.store(record)
+    return record

@@ -36,6 +36,9 @@ def here(tmp_path, monkeypatch):
     Path("qa.jsonl").write_text(LINE)
     Path("bad.jsonl").write_text('{"prompt": "2+3?", "scorer": {"use": "judge", "engine": "fkae"}}\n')
     Path("chores.py").write_text("def give():\n    return []\nsome = 3\ntasks = [" + TASK + "]\n")
+    work = {"agent": "pi", "prompt": "Make the tests pass.", "check": "true"}
+    Path("work.jsonl").write_text(json.dumps(work) + "\n")
+    Path("typo.jsonl").write_text(json.dumps(work | {"agent": "pii"}) + "\n")
     Path("named.jsonl").write_text('{"id": "add", "prompt": "2+3?", "scorer": "number", "answer": 5}\n')
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -93,6 +96,16 @@ BASE = "reef: {engine: fake, recipe: feedback_rules}\ntraining: {backend: fake}\
         ("scenarios: {a: {gate: {scorer: {use: nmber}}}}", "reef.yaml:3: scenarios.a.gate.scorer.use"),
         ("scenarios:\n  a:\n    gate: {policy: better, suite: gone.jsonl}", "reef.yaml:5: cannot read the suite"),
         ("scenarios:\n  a:\n    releases: {remote: 'x'}", "reef.yaml:5: a server pushes all scenarios to one remote"),
+        ("scenarios:\n  a:\n    harness: {parallel: 3}", "reef.yaml:5: agents of all scenarios work in one place"),
+        ("scenarios:\n  a:\n    harness: {clients: x}", "set harness.clients at the top"),
+        (
+            "gate: {policy: better, suite: typo.jsonl}",
+            "reef.yaml:3: typo.jsonl, line 1: there is no agent 'pii'; did you mean pi?",
+        ),
+        (
+            "gate: {policy: better, suite: work.jsonl}\nharness: {clients: nowhere}",
+            "reef.yaml:3: work.jsonl, line 1: the client pi of agent pi is not installed here; run: npm install",
+        ),
     ],
 )
 def test_a_wrong_gate_is_told_at_the_start_with_its_line(text, message, capsys):
@@ -364,3 +377,21 @@ async def test_a_spent_budget_asks_nothing_and_says_so(world):
     assert look.reason.startswith("Undecided: this month's evaluation budget of 5 calls is used up (5 spent)")
     assert tools.book.spent("default").calls == 5
     assert [act.kind for act in tools.journal.after(0)].count("budget") == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "field"),
+    [
+        ({"recipe": "harness_evolve", "proposer": "os:system"}, "proposer"),
+        ({"recipe": "harness_evolve", "tasks": "/etc/passwd"}, "tasks"),
+        ({"recipe": "gepa", "tasks": "mine.jsonl", "reflector": "os:system"}, "reflector"),
+        ({"recipes": [{"use": "gepa", "tasks": "other.jsonl"}]}, "tasks"),
+        ({"recipe": "opd", "teacher": "/somewhere"}, "teacher"),
+    ],
+)
+def test_a_request_chooses_no_files_or_code_for_a_recipe(wanted, field):
+    settings = settings_of("scenarios: {known: {recipe: gepa, tasks: mine.jsonl}}\n")
+    with pytest.raises(ConfigError, match="a request cannot choose it") as error:
+        bind.harmless(settings, settings.scenario("new", wanted))
+    assert error.value.param == field
+    bind.harmless(settings, settings.scenario("new", {"recipe": "gepa", "tasks": "mine.jsonl", "seed": 3}))

@@ -31,7 +31,7 @@ def where(request, folder):
 
 def test_candidates_are_listed_and_shown_with_what_they_change(folder, life, where):
     life.publish(text="Be kind.")
-    rejected, held = life.reject(reason="worse by 4 points"), life.hold(text="Be \x1b[31mbrief.")
+    rejected, held = life.reject(reason="worse by 4 points"), life.hold(text="Be \u202ebrief.")
     with where():
         code, out, _ = folder.run("candidates")
         assert code == 0
@@ -40,7 +40,7 @@ def test_candidates_are_listed_and_shown_with_what_they_change(folder, life, whe
         assert rejected.id[:10] not in folder.run("candidates", "--held")[1]
         code, out, _ = folder.run("candidates", held.id[:8])
         assert code == 0
-        assert "+Be \N{REPLACEMENT CHARACTER}[31mbrief." in out
+        assert "+Be \\u{202e}brief." in out
         assert "passed length: answers are about as long" in out
         listed = json.loads(folder.run("candidates", "--json")[1])
         assert [item["candidate_id"] for item in listed["candidates"]][:2] == [held.id, rejected.id]

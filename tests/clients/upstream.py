@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +78,9 @@ class Turn:
 class Upstream:
     """`with Upstream({"chat"}) as up:` serves until the block ends. `seen` are the requests, in order."""
 
-    def __init__(self, speaks: set[str]) -> None:
+    def __init__(self, speaks: set[str], script: Callable[[Any], Turn | None] = lambda body: None) -> None:
         self.speaks = speaks
+        self.script = script  # what comes before the one below, if it says something of a request's body
         self.seen: list[Seen] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -130,7 +132,7 @@ class Upstream:
         if request.path.endswith("count_tokens"):
             return web.json_response({"input_tokens": 42}, headers=headers)
         body, speak = seen.json, _DIALECTS[dialect]
-        turn = _script(*speak.ask(body))
+        turn = self.script(body) or _script(*speak.ask(body))
         if not body.get("stream"):
             return web.json_response(speak.whole(turn, body), headers=headers)
         data = speak.events(turn, body)

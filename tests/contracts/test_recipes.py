@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipes.feedback_rules.recipe import FeedbackRules
+from recipes.gepa.recipe import GEPARecipe
 from recipes.grpo.recipe import GRPORecipe
+from recipes.harness_evolve.recipe import HarnessEvolve
 from recipes.opd.recipe import OPDRecipe
 from recipes.openclawrl.recipe import OpenClawRecipe
 from recipes.sao.recipe import SAORecipe
@@ -24,7 +26,11 @@ from reef.cordis.compose import propose
 from reef.core.errors import ConfigError
 from reef.core.load import load
 from reef.core.nouns import Batch, Record, Report, Sample, Timing, Unit
-from reef.harness.tree import Entry
+from reef.evaluation import Task
+from reef.evaluation.ask import Question
+from reef.evaluation.scorers import make
+from reef.harness.tree import Entry, write
+from reef.recipe.bench import Measured
 from reef.recipe.record import RecordRecipe
 
 
@@ -37,6 +43,7 @@ class Case:
     refused: dict[str, object]
     grid: bool = False
     needs: tuple[str, ...] = ("says", "trainable")
+    searches: bool = False
 
 
 RECIPES = {
@@ -49,6 +56,26 @@ RECIPES = {
     "sdft": Case(SDFTRecipe(batch_size=3), {"batch_size": 0, "template": "?"}),
     "opd": Case(OPDRecipe(teacher="t", batch_size=3), {"teacher": "", "top_k": -1}, needs=("trainable",)),
     "feedback_rules": Case(FeedbackRules(batch_size=3), {"batch_size": 0, "max_rules": 0, "max_length": 1}),
+    "harness_evolve": Case(
+        HarnessEvolve(batch_size=3),
+        {"batch_size": 0, "proposer": "", "kinds": ["extension"], "max_chars": 0, "tasks": "", "max_score": "low"},
+        searches=True,
+    ),
+    "gepa": Case(
+        GEPARecipe(tasks="train", validation="other", batch_size=3),
+        {
+            "tasks": "",
+            "validation": "",
+            "minibatch": 0,
+            "max_metric_calls": 0,
+            "merges": -1,
+            "components": ["command"],
+            "reflector": "",
+            "max_chars": 0,
+            "seed": -1,
+        },
+        searches=True,
+    ),
 }
 TREE = (Entry("house", "rules", {"text": "Be polite to everyone."}),)
 
@@ -182,16 +209,71 @@ def test_a_weights_recipe_names_an_objective_that_takes_its_options(recipe):
     assert all(callable(getattr(made, name)) for name in ("modules", "prepare", "loss", "aux_steps"))
 
 
-def test_only_a_harness_recipe_proposes_and_the_same_each_time(recipe):
+def test_only_a_harness_recipe_proposes_and_the_same_each_time(case):
+    recipe = case.made
+    assert hasattr(recipe, "search") == case.searches
     batch = recipe.batch(UNITS) or Batch("b", "weights", UNITS[:3])
     mutations = list(recipe.propose(batch, TREE))
     assert list(recipe.propose(batch, TREE)) == mutations
-    assert (mutations != []) == (recipe.part == "harness")
+    assert (mutations != []) == (recipe.part == "harness" and not case.searches)
     if mutations:
         composed = propose(TREE, mutations)
         assert composed.entries is not None, composed.refused
         assert TREE[0] in composed.entries
         assert list(recipe.propose(batch, composed.entries)) == [], "what stands already is not proposed again"
+
+
+class Bench:
+    """Tasks that a tree with more than TREE does better; a model that answers with an edit, or with `said`."""
+
+    instruction, rejected = None, ()
+
+    def __init__(self, folder, said=None):
+        self.folder, self.said, self.calls = folder, said, 0
+
+    async def ask(self, engine, body):
+        edit = {"op": "create", "id": "brief", "kind": "rules", "config": {"text": "Be brief."}}
+        whole = json.dumps({"reason": "too long", "mutations": [edit]})
+        asked = body["messages"][-1]["content"]
+        return self.said if self.said is not None else whole if "JSON" in asked else "```\nBe polite and brief.\n```"
+
+    def tasks(self, source):
+        scorer = make({"use": "contains", "answer": "x"})
+        return [Task(f"{source} {n}", Question.of(f"{source} question {n}"), scorer) for n in range(5)]
+
+    async def measure(self, tree, tasks, seed):
+        self.calls += len(tasks)
+        return [Measured(task, float("brief" in write(tree).decode()), "words") for task in tasks]
+
+    async def story(self, unit):
+        return f"user: Name a number.\n{unit.report.feedback}"
+
+    def progress(self, stage, done, total):
+        assert 0 <= done <= total
+
+
+SEARCHES = [name for name, case in RECIPES.items() if case.searches]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+async def test_a_search_proposes_what_cordis_admits_and_the_same_each_time(name, tmp_path):
+    recipe = RECIPES[name].made
+    batch = recipe.batch(UNITS)
+    found = await recipe.search(batch, TREE, Bench(tmp_path / "first"))
+    assert found.mutations
+    assert found.reason
+    assert propose(TREE, found.mutations).entries is not None
+    assert all(isinstance(value, float) for value in found.metrics.values())
+    assert (await recipe.search(batch, TREE, Bench(tmp_path / "second"))).mutations == found.mutations
+    assert (await recipe.search(None, TREE, Bench(tmp_path / "third"))).mutations == found.mutations
+
+
+@pytest.mark.parametrize("said", ["", "no", "{", '{"mutations": [{}]}', "x" * 70_000])
+@pytest.mark.parametrize("name", SEARCHES)
+async def test_whatever_a_model_says_a_search_ends_with_a_reason(name, said, tmp_path):
+    found = await RECIPES[name].made.search(RECIPES[name].made.batch(UNITS), TREE, Bench(tmp_path, said))
+    assert found.mutations == () or propose(TREE, found.mutations).entries is not None
+    assert found.reason
 
 
 def test_recipes_load_without_torch():

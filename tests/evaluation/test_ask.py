@@ -10,12 +10,13 @@ from reef.engines.fake import FakeEngine, Fault
 from reef.evaluation import Price
 from reef.evaluation import ask as module
 from reef.evaluation.ask import Asker, Question, again
+from reef.harness.apply import Applied
 
 HELLO = Question.of("hello")
 
 
 async def test_a_question_is_asked_behind_live_traffic_with_rules_and_sampling(engine, release):
-    asker = Asker(engine, lambda one: "Be brief.", model="m")
+    asker = Asker(engine, lambda one: Applied("Be brief."), model="m")
     side = await asker.side(release("r1"))
     question = Question.of("ünï", max_tokens=7, temperature=1.0, seed=5)
     [reply] = await asker.replies(side, [question])
@@ -38,7 +39,7 @@ async def test_equal_parts_share_their_answers_and_others_do_not(engine, release
     for name, weights, asked in [("c", "w1", 1), ("published", "w1", 1), ("other", "w2", 2)]:
         await asker.replies(await asker.side(release(name, weights)), [HELLO])
         assert len(engine.asked) == asked
-    ruled = Asker(engine, lambda one: one.id)
+    ruled = Asker(engine, lambda one: Applied(one.id))
     for name in ("a", "b"):
         await ruled.replies(await ruled.side(release(name, "w1")), [HELLO])
     assert len(engine.asked) == 4
@@ -79,7 +80,7 @@ async def test_an_ask_that_hangs_is_missing(engine, release, monkeypatch):
 
 async def test_rules_that_leave_no_room_make_the_request_impossible_not_missing(release):
     engine = FakeEngine(context=20)
-    asker = Asker(engine, lambda one: "word " * 30)
+    asker = Asker(engine, lambda one: Applied("word " * 30))
     [reply] = await asker.replies(await asker.side(release("r")), [HELLO])
     assert reply.missing is None
     assert "20" in reply.impossible

@@ -243,3 +243,21 @@ async def test_a_check_that_takes_for_ever_or_judges_nothing_is_no_task(store, c
     await store.append(record(1))
     await store.append(report(1, 1, score=1.0, metadata={"check": check}))
     assert await traffic(store, {}).tasks(9, {}, ()) == [], why
+
+
+async def test_what_was_said_before_a_shift_judges_nothing(store, book):
+    for number in (1, 2, 3):  # received at 1, 2 and 3 seconds
+        await store.append(record(number, f"q{number}"))
+        book.promote("s", f"{number:032x}", f"side {number}", actor="test")
+    sources = [traffic(store, since=lambda: book.since("s")), Failures("s", store, book, Judging(EXACT, Reach()))]
+    suite = Sources("s", sources, book)
+    book.use("s", "incumbent", "candidate")
+    before = await suite.draw(9)
+    assert len({task.receipt for task in before.tasks}) == 3
+    book.shift("s", 2.0)
+    book.shift("s", 2.0)
+    book.shift("s", 1.5)  # nothing goes back
+    after = await suite.draw(9)
+    assert {task.receipt for task in after.tasks} == {f"{2:032x}", f"{3:032x}"}
+    assert after.generation == before.generation + 1
+    assert book.since("other") == 0.0

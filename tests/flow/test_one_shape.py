@@ -20,13 +20,15 @@ from reef.gateway.auth import Tokens
 from reef.gateway.context import Context, Target
 from reef.gateway.serve import server
 from reef.harness import tree
-from reef.harness.apply import NOTHING, Applied
+from reef.harness.apply import NOTHING, Applied, Wish
 from reef.records import Query
 from reef.scenario.serving import Watch
 from tests.loop.kit import NAME, World
 
 RULE = "Answer in one short sentence."
 RENDERED = "Follow these rules:\n- " + RULE
+WISH = Wish(FeedbackRules.applies)
+"""What users of the recipe get without a setting."""
 
 
 class Shape(World):
@@ -48,6 +50,7 @@ class Shape(World):
             chain=self.chain,
             engines={"fake": self.engine},
             route=lambda name, model: Target("fake", self.engine),
+            wish=lambda name: WISH,
             tokens=Tokens(free=True),
             ensure_scenario=lambda name, settings: self.board.get(name),
             default_scenario=NAME,
@@ -78,7 +81,7 @@ class Shape(World):
     def _rules(self, release):
         if "harness" not in release.parts:
             return NOTHING
-        return Applied.of(tree.read(self.chain.files(release.id, "harness")[tree.FILE].read_bytes()))
+        return Applied.of(tree.read(self.chain.files(release.id, "harness")[tree.FILE].read_bytes()), WISH)
 
     async def ask(self, text):
         """An answer over HTTP, and its record as the API shows it."""

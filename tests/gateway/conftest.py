@@ -20,6 +20,7 @@ from reef.engines.fake import FakeEngine
 from reef.gateway.auth import Token, Tokens
 from reef.gateway.context import Context, Limits, Target
 from reef.gateway.serve import Server, server
+from reef.harness.apply import Wish
 from reef.records.board import Board
 from reef.records.sqlite import SqliteStore
 from reef.releases import NewPart
@@ -82,6 +83,7 @@ class Gateway:
             **{
                 "limits": Limits(drain_seconds=5),
                 "route": lambda name, model: Target("fake", self.engine),
+                "wish": lambda name: Wish(apply=True),
                 **self.settings,
             },
         )

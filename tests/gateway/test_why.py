@@ -8,8 +8,9 @@ from reef.core.ids import new_receipt
 from reef.loop.audit import Audit
 from reef.records import keep
 from reef.records.journal import Journal
-from reef.scenario.serving import rollback
-from tests.gateway.life import ASK, Life, answer, report
+from reef.releases import Draft
+from reef.scenario.serving import promote, rollback
+from tests.gateway.life import ASK, Life, answer, report, rules
 
 
 @pytest.fixture
@@ -285,3 +286,41 @@ async def test_a_release_that_is_not_in_the_chain_is_said(lived):
         story = await ask(client, foreign.id)
         assert story["release"] is None
         assert story["unknown"] == [f"the release {'e' * 40} that answered is not in the chain"]
+
+
+async def test_a_harness_says_where_each_entry_comes_from(lived):
+    gateway, life = lived
+    async with gateway.client() as client:
+        receipt = await answer(client)
+        name = await report(client, receipt)
+        release = life.publish({f"{receipt}:0": name}, text="Be brief.\nBe kind.")
+        later = life.publish(text="Be brief.\nBe exact.")
+        gateway.context.watch.refresh()
+        (entry,) = (await ask(client, later.id))["entries"]
+        assert (entry["id"], entry["kind"], entry["release_id"]) == ("rule", "rules", later.id)
+        assert [(line["text"], line["seq"]) for line in entry["lines"]] == [("Be brief.", 1), ("Be exact.", 2)]
+        assert entry["since"] == [release.id, later.id]
+        (entry,) = (await ask(client, release.id))["entries"]
+        assert (entry["units"], entry["reports"], entry["forgotten"]) == ([f"{receipt}:0"], [name], False)
+        assert entry["people"] == ["owner"]
+        shown = (await client.get("/reef/harness", params={"provenance": "true"})).json()
+        assert [each["provenance"]["release_id"] for each in shown["entries"]] == [later.id]
+        assert "provenance" not in (await client.get("/reef/harness")).json()["entries"][0]
+        candidate = life.hold({f"{receipt}:0": name}, text="Be brief.")
+        (entry,) = (await ask(client, candidate.id))["entries"]
+        assert entry["release_id"] == candidate.id
+        assert (await ask(client, gateway.chain.history("default")[-1].id))["entries"] == []
+        keep.forget(gateway.state / "records.db", [receipt])
+        (entry,) = (await ask(client, later.id))["entries"]
+        assert entry["forgotten"] is True, "a line of it still comes from what is gone"
+
+
+async def test_who_proposed_what_another_promoted_is_told(lived):
+    gateway, _ = lived
+    head = gateway.chain.head("default")
+    draft = Draft("candidate", {"harness": rules("Be quick.")}, base=head.id, actor="eve", reason="we are slow")
+    made = gateway.chain.publish("default", draft, None)
+    release = promote("default", made.id, gateway.chain, gateway.board, actor="ada", reason="she is right")
+    async with gateway.client() as client:
+        (entry,) = (await ask(client, release.id))["entries"]
+        assert (entry["actor"], entry["reason"], entry["people"]) == ("ada", "she is right", ["eve"])

@@ -131,6 +131,9 @@ async def prepare(place: Path) -> None:
     await world.store.append(late)
     (place / "began").write_text(str(time.time()))
     await world.store.append(report(98, late.id, feedback="Answer in one word."))
+    rule = {"op": "create", "id": "asked", "kind": "rules", "config": {"text": "Name the source of each number."}}
+    world.propose(rule, reason="asked", actor="eve")
+    world.propose({"op": "remove", "id": "none"}, reason="odd", actor="eve")
     await world.close()
 
 
@@ -229,17 +232,23 @@ def check(world: World, *, back: bool) -> Iterator[str]:
     if [release.seq for release in history] != list(range(len(history)))[::-1]:
         yield "the chain is not linear"
     operations = Counter(release.operation for release in history)
-    if operations != Counter({"create": 1, "publish": 7 + back, "rollback": 1 + back}):
+    if operations != Counter({"create": 1, "publish": 8 + back, "rollback": 1 + back}):
         yield f"the chain has {operations}"
-    if (head.step, len(steps)) != ((2, 10) if back else (4, 8)):
+    if (head.step, len(steps)) != ((2, 11) if back else (4, 9)):
         yield f"the head is at step {head.step}; {len(steps)} steps were made"
     accepted = [look.release for look in world.ledger.looks(NAME) if look.verdict == "accept"]
-    published = [release.id for release in history if release.operation == "publish" and release.actor == "learner"]
+    published = [release.id for release in history if release.operation == "publish" and release.actor != "ada"]
     if sorted(accepted, key=str) != sorted(published):
         yield f"{len(accepted)} looks accepted, {len(published)} releases were published"
     named = Counter(unit for release in history for part in release.consumed.values() for unit in part.units)
     if doubles := [unit for unit, times in named.items() if times > 2]:  # weights and harness may share one
         yield f"releases name {doubles} again"
+    asked = [release for release in history if release.actor == "eve"]
+    rows = [(ask.state, ask.release) for ask in world.tools.queue.list(NAME)]
+    if len(asked) != 1 or rows != [("refused", None), ("accepted", asked[0].id)]:
+        yield f"what eve asked for made {len(asked)} releases; her rows are {rows}"
+    if (refused := [one.reason for one in world.ledger.rejected(NAME)]) != ["odd"]:
+        yield f"refused were {refused}"
     yield from untold(world, history)
 
 

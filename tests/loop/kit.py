@@ -30,6 +30,7 @@ from reef.engines.fake import FakeEngine
 from reef.evaluation.book import Book
 from reef.harness import tree
 from reef.harness.tree import Entry, Mutation
+from reef.loop import asks
 from reef.loop.binding import Binding, Tools, Work
 from reef.loop.ledger import Ledger
 from reef.loop.recover import recover
@@ -69,7 +70,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Turns each feedback text into a rule; "nothing" makes no edit, "bad" one that cordis refuses."""
+    """Turns each feedback text into a rule, numbered, since no two rules may say the same; "nothing" makes no edit,
+    "bad" one that cordis refuses."""
 
     part: ClassVar[PartName | None] = "harness"
     batch_size: int = 1
@@ -89,7 +91,8 @@ class Rules:
                 edits.append(Mutation("remove", "no-such-entry"))
             elif unit.report.feedback != "nothing":
                 name = f"rule-{unit.seq}-{unit.record.id[-4:]}"
-                edits.append(Mutation("create", name, "rules", {"text": str(unit.report.feedback)}))
+                text = f"{unit.report.feedback} ({unit.seq}, {unit.record.id[-4:]})"
+                edits.append(Mutation("create", name, "rules", {"text": text}))
         return edits
 
 
@@ -145,6 +148,7 @@ class World:
         return self
 
     async def close(self) -> None:
+        await asyncio.gather(*(task for work in self.works.values() for task in work.leave()), return_exceptions=True)
         self.ledger.close()
         self.book.close()
         self.board.close()
@@ -162,7 +166,7 @@ class World:
         return found
 
     async def update(self) -> bool:
-        binding = self.binding
+        binding = asks.whole(self.tools, self.binding)
         for part in binding.recipes:
             if part not in self.works:
                 await recover(self.tools, NAME, part)
@@ -173,8 +177,11 @@ class World:
     async def settle(self, limit: int = 50) -> int:
         """Update until nothing moves; returns how many updates did something."""
         for done in range(limit):
-            if not await self.update():
+            if await self.update():
+                continue
+            if not (searches := [work.search for work in self.works.values() if work.search is not None]):
                 return done
+            await asyncio.wait(searches)
         raise AssertionError("the learner never came to rest")
 
     async def say(
@@ -189,6 +196,16 @@ class World:
             receipts.append(made.id)
             self.made += 1
         return receipts
+
+    def ask(self, text: str, part: PartName = "harness", **more: Any) -> str:
+        """A person's instruction; returns its id."""
+        body = {"text": text} | {name: more.pop(name) for name in ("session",) if name in more}
+        return self.tools.queue.put(NAME, part, "instruction", body, actor="ada", **more)[0].id
+
+    def propose(self, *mutations: dict[str, Any], reason: str = "because I say so", **more: Any) -> str:
+        """A person's edit of the harness; returns its id."""
+        body = {"mutations": list(mutations), "reason": reason}
+        return self.tools.queue.put(NAME, "harness", "proposal", body, **{"actor": "ada"} | more)[0].id
 
     def note(self, text: str = "Stay calm.", operation: Any = "publish") -> Release:
         """Somebody publishes rules, and they are served."""

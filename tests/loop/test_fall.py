@@ -11,10 +11,11 @@ import pytest
 
 from reef.core import failpoint
 from reef.core.errors import MissingError
-from reef.core.nouns import Act, Candidate, Evaluation, Release, Verdict
+from reef.core.nouns import Act, Candidate, Evaluation, Record, Release, Verdict
 from reef.loop.binding import Watching
 from reef.loop.compare import Comparison
 from reef.loop.watch import Vigil
+from reef.records import Query
 from reef.records.lookup import Source
 from tests.loop.kit import NAME, World, report
 
@@ -96,6 +97,9 @@ async def test_a_fall_is_told_and_kept_as_tasks_but_alone_changes_nothing(world:
     )
     assert world.tools.book is not None
     assert len(world.tools.book.failures(NAME)) == 8
+    page = await world.store.find(Query(NAME, purpose="live", limit=100))
+    scored = [(entry.timing.received_at, seq) for seq, entry in page if isinstance(entry, Record)]
+    assert sum(at >= world.tools.book.since(NAME) for at, _ in scored) in (19, 20), "since then users want other things"
     await world.say(60, score=0.0)  # what is usual now
     await looked(watch)
     assert len(acts(world, "alarm")) == 1
@@ -140,7 +144,7 @@ async def test_a_pin_holds_it(world: World) -> None:
     assert (world.head, past.asked, len(acts(world, "alarm"))) == (two, [], 1)
 
 
-@pytest.mark.parametrize("point", ["loop.after_fall", "loop.after_past"])
+@pytest.mark.parametrize("point", ["loop.after_fall", "book.in_shift", "loop.after_shift", "loop.after_past"])
 async def test_after_a_crash_the_same_is_done_and_told_once(
     world: World, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

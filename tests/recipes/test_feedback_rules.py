@@ -144,3 +144,15 @@ def test_the_record_recipe_never_learns():
     assert recipe.batch([unit("Be brief, please.")]) is None
     with pytest.raises(ConfigError):
         recipe.objective()
+
+
+def test_of_two_that_say_another_thing_of_the_same_the_newer_stands():
+    recipe, tree = FeedbackRules(max_rules=2), ()
+    for seq, text in enumerate(["My name is Anna.", "Answer in English.", "My name is Ben.", "my name is Cleo"], 1):
+        tree = learn(recipe, tree, text, first=seq)
+    assert [entry.config["text"] for entry in tree] == ["Answer in English.", "my name is Cleo."]
+    both = FeedbackRules(batch_size=2)
+    tree = learn(both, (), "My name is Anna.", "My name is Ben.")
+    assert [entry.config["text"] for entry in tree] == ["My name is Ben."]
+    tree = learn(both, (), "The answer is too long for me to read.", "The answer is not what I asked for.")
+    assert len(tree) == 2, "what is no fact stands beside the other"

@@ -6,21 +6,23 @@ Does not know: Reef's server, installing (`harness.install`), sandboxes (`harnes
 - `place` is pure and per entry: what one entry puts where. `gather` makes files of many placements, so that a change of
   one entry is a change of its own placements only (see `cordis.composition`).
 - Paths are relative to the client's config root, with `/`, and never leave it.
+- What the base sets, no entry can set otherwise: a tree cannot point a client away from Reef.
 - The token is never in a file: only the name of the environment variable that holds it, REEF_TOKEN.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from reef.core.load import load
 from reef.core.nouns import Json
 from reef.harness.trajectory import Trajectory
-from reef.harness.tree import Entry
+from reef.harness.tree import Entry, settled
 
 AGENTS = {
     "pi": "reef.harness.agents.pi:Pi",
@@ -108,14 +110,101 @@ def agent(name: str) -> Agent:
 
 def render(agent: Agent, entries: Iterable[Entry], door: Door) -> dict[str, str]:
     """A tree as the client's files, `{path: text}`. Built from nothing; `cordis.composition` arrives at the same."""
-    placed = [(entry.id, one) for entry in sorted(entries, key=lambda entry: entry.id) for one in agent.place(entry)]
+    placed = [(entry.id, one) for entry in settled(entries) for one in agent.place(entry)]
     return gather([("", one) for one in agent.base(door)] + placed)
 
 
 def gather(placed: Iterable[tuple[str, Placed]]) -> dict[str, str]:
     """Placements by the id of their entry ('' : the base), in any order, as files. ValueError when two entries claim
-    one file, or a path leaves the root."""
-    raise NotImplementedError
+    one file, a path leaves the root, or an entry sets what the base has set otherwise."""
+    claims: dict[str, list[tuple[str, Placed]]] = {}
+    for id_, one in sorted(placed, key=lambda pair: pair[0]):
+        if (wrong := _astray(one.path)) is not None:
+            raise ValueError(f"{_who(id_)} would write {one.path!r}, which {wrong}")
+        claims.setdefault(one.path.casefold(), []).append((id_, one))
+    for key, group in claims.items():
+        for folder in list(_above(key)):
+            if folder in claims:
+                raise ValueError(f"{_both(group[0], claims[folder][0])} need {folder!r}, as a folder and as a file")
+    return {group[0][1].path: _file(group) for _, group in sorted(claims.items())}
+
+
+def _file(group: Sequence[tuple[str, Placed]]) -> str:
+    """One file of all that is placed at its path: the base's placements first, then by the ids of the entries."""
+    first = group[0]
+    for other in group[1:]:
+        if other[1].path != first[1].path:
+            paths = f"{first[1].path!r} and {other[1].path!r}"
+            raise ValueError(f"{_both(first, other)} write {paths}, which are one file where case does not count")
+        if "file" in (first[1].how, other[1].how) or other[1].how != first[1].how:
+            raise ValueError(f"{_both(first, other)} both write {first[1].path!r}: rename or remove one")
+    if first[1].how == "file":
+        return first[1].text
+    if first[1].how == "section":
+        return "\n\n".join(one.text.strip("\n") for _, one in group) + "\n"
+    try:
+        return _settings(group)
+    except (TypeError, RecursionError) as error:
+        names = ", ".join(_who(id_) for id_, _ in group)
+        raise ValueError(f"the settings of {names} cannot be written as {first[1].path} ({error})") from None
+
+
+def _settings(group: Sequence[tuple[str, Placed]]) -> str:
+    fixed: dict[str, Json] = {}
+    merged: dict[str, Json] = {}
+    for id_, one in group:
+        if not id_:
+            fixed = merge(fixed, one.values)
+        elif (key := _clash(fixed, one.values)) is not None:
+            raise ValueError(f"{_who(id_)} sets {key}, which is fixed by what points the client at Reef: leave it out")
+        merged = merge(merged, one.values)
+    return _FORMATS[Path(group[0][1].path).suffix](merged)
+
+
+def _clash(fixed: Mapping[str, Json], values: Mapping[str, Json], above: str = "") -> str | None:
+    """The first key, with dots, whose fixed value the others would replace."""
+    for key, value in values.items():
+        if key not in fixed or value == fixed[key]:
+            continue
+        old = fixed[key]
+        if not isinstance(old, dict) or not isinstance(value, dict):
+            return above + key
+        if (deeper := _clash(old, value, f"{above}{key}.")) is not None:
+            return deeper
+    return None
+
+
+_PART = re.compile(r"[A-Za-z0-9._@+ -]{1,128}")
+_RESERVED = re.compile(r"(?i)(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?|\.git|\.reef.*")
+
+
+def _astray(path: str) -> str | None:
+    """Why no file may be written at this path, as the end of a sentence that begins with it; None when one may."""
+    if path.startswith("/"):
+        return "is absolute; paths are relative to the client's config root"
+    for part in path.split("/"):
+        if part in ("", ".", ".."):
+            return "has an empty part, '.' or '..'"
+        if not _PART.fullmatch(part) or part[-1] in " .":
+            return "has a part with more than ASCII letters, digits, blanks and ._@+-, or a blank or dot at its end"
+        if _RESERVED.fullmatch(part):
+            return f"has the reserved name {part!r}"
+    return None
+
+
+def _above(path: str) -> Iterable[str]:
+    """The folders of a path, nearest first."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def _who(id_: str) -> str:
+    return f"entry {id_!r}" if id_ else "the base"
+
+
+def _both(one: tuple[str, Placed], other: tuple[str, Placed]) -> str:
+    return f"{_who(one[0])} and {_who(other[0])}"
 
 
 def merge(first: Mapping[str, Json], second: Mapping[str, Json]) -> dict[str, Json]:
@@ -130,3 +219,19 @@ def merge(first: Mapping[str, Json], second: Mapping[str, Json]) -> dict[str, Js
 def dump(values: Mapping[str, Json]) -> str:
     """A settings object as JSON that a person reads."""
     return json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _toml(values: Mapping[str, Json]) -> str:
+    import tomli_w  # only where an agent's settings are TOML
+
+    return tomli_w.dumps(_ordered(values))
+
+
+def _ordered(values: Json) -> Any:
+    """Keys sorted all the way down, as `dump` sorts them: same tree, same bytes."""
+    if isinstance(values, dict):
+        return {key: _ordered(values[key]) for key in sorted(values)}
+    return [_ordered(item) for item in values] if isinstance(values, list) else values
+
+
+_FORMATS = {".json": dump, ".toml": _toml}
