@@ -1,3 +1,5 @@
+"""What a proposer reads of strangers' texts stays data. Case 51: nothing in a text ends its fence."""
+
 import re
 
 import pytest

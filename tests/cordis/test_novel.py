@@ -1,3 +1,5 @@
+"""What says nothing new does not enter a tree. Case 50: what is told anyway is no lesson."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

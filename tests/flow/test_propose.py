@@ -141,6 +141,7 @@ def test_what_acts_is_held_until_a_person_says_so(served, reef, monkeypatch, cap
 
 @pytest.mark.parametrize("field", ["op", "id", "kind", "text", "reason", "config", "ask"])
 def test_a_command_in_any_field_is_refused_or_held(served, field):
+    """Case 51."""
     mutation = {**RULE, "id": f"evil-{field}"}
     body = {"mutations": [mutation], "reason": "why not"}
     if field in ("op", "id", "kind"):

@@ -1,4 +1,6 @@
-"""An update that is killed, or whose disk refuses, at any step: what is installed is one release, whole, and works."""
+"""An update that is killed, or whose disk refuses, at any step: what is installed is one release, whole, and works.
+Case 52.
+"""
 
 import shutil
 

@@ -1,4 +1,6 @@
-"""The installer: what piping it into a shell does, does again, and does not do when it is not whole."""
+"""The installer: what piping it into a shell does, does again, and does not do when it is not whole.
+Cases 34 and 52.
+"""
 
 import json
 import os
@@ -60,6 +62,7 @@ def test_again_writes_nothing(machine, shop):
 
 
 def test_the_token_is_in_no_file(machine, shop):
+    """Case 33."""
     machine.install(shop.bundle()).good()
     machine.wrapper("hello").good()
     machine.wrapper("report", "--score", "1").good()

@@ -1,4 +1,6 @@
-"""Updates: told of, taken whole, refused where somebody changed the same, taken back, and removed without a trace."""
+"""Updates: told of, taken whole, refused where somebody changed the same, taken back, and removed without a trace.
+Case 52.
+"""
 
 import json
 import os
