@@ -3,9 +3,9 @@
 Knows: the arms, what is measured, what must hold. Does not know: HTTP, servers; the questions and remarks are those of
 `gepa`.
 
-- script: the first complaints bring the rule that helps; all later ones bring rules that do nothing, one at a time,
-  measured against a base that is right about a third of the time. The gate (policy `better`) should let the first
-  through and none of the others.
+- script: the first complaints bring the rule that helps; all later ones bring rules that are meant to do nothing, one
+  at a time, measured against what is right about a third of the time. The gate (policy `better`) should let the first
+  through and none of the others. (Beside the rule that helps they do harm: so small a model loses sight of it.)
 - own: the embedded model proposes, with one repair turn. It is far too small for that; the arm says how it fails.
 """
 
