@@ -10,7 +10,8 @@ how its prompt's answers can be checked; wrong users report the opposite score a
 empty answers. The gate's suite is the scenario's own held-out traffic, wrong and hostile checks included.
 
 Scores in the figure are true ones, by the script: of live answers (moving mean), and of prompts that no user ever asks,
-before the first and after the last report, and at each change. `--write` stores bench/unattended.json (bench/unattended_better.json) and the figure.
+before the first and after the last report, and at each change. `--write` stores bench/unattended.json
+(bench/unattended_better.json) and the figure.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from reef.cli import gate, options, process
 from reef.config import Loaded, ScenarioSettings, Settings, Use
 from reef.config import check as rules
 from reef.config.file import Where, dotted
-from reef.config.settings import EngineSettings
+from reef.config.settings import TASKS, EngineSettings, file_source
 from reef.core.errors import ConfigError
 from reef.core.load import load
 from reef.core.nouns import PartName
@@ -164,6 +164,7 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
         for asked in getattr(made, "engines", ()):  # the models that it asks about units
             where = (*use.where, *_names(made, asked))
             rules.choice(where, asked, engine_names(settings), lookup, "engine", path=False)
+        _readable(settings, scenario, made, use, lookup)
         recipes[part], names[part] = made, use.recipe
     asides = gate.check(settings, scenario, engine_names(settings), lookup, within)
     if scenario.training.trigger == "manual":
@@ -174,6 +175,18 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
                 "from experience; set training.trigger: auto"
             )
     return Bound(scenario, recipes, names, tuple(asides))
+
+
+def _readable(settings: Settings, scenario: ScenarioSettings, made: Recipe, use: Use, lookup: rules.Lookup) -> None:
+    """The task files that a recipe names are there and can be read."""
+    read = gate.reading(scenario.gate, gate.judging(settings, scenario.gate))
+    for name in TASKS:
+        if isinstance(source := getattr(made, name, None), str) and file_source(source):
+            where = ("reef", name) if name in use.inherited else (*use.where, name)
+            try:
+                read(source)
+            except ConfigError as error:
+                raise ConfigError(f"{lookup(where)}: {name}: {error.message}", param=name) from None
 
 
 def _names(made: Recipe, engine: str) -> list[str]:

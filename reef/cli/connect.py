@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from reef.cli import options
 from reef.cli.api import Found, connect, find, refusal, silent
 from reef.core.errors import InputError, WireError
+from reef.core.ids import is_scenario
 
 if TYPE_CHECKING:
     from reef.core.nouns import Json
@@ -71,6 +72,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from reef.harness.agents import AGENTS, agent
 
+    if args.scenario and not is_scenario(args.scenario):
+        named = "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit"
+        raise InputError(named, param="scenario")
     if args.agent in ("openai", "anthropic"):
         print(snippet(args.agent, find(args), args.scenario))
         return 0
@@ -147,7 +151,7 @@ def settings(chosen: Agent, found: Found) -> str:
     from reef.harness.agents import Door, gather
 
     client = chosen.client
-    base = [one for one in chosen.base(Door(found.url, found.scenario)) if not one.path.startswith(_OURS)]
+    base = [one for one in chosen.base(Door(found.url, found.scenario)) if not _wrapped(one)]
     files = gather(("", _plain(one)) for one in base)
     home = _HOMES.get(chosen.name, "its configuration folder")
     lines = [
@@ -162,12 +166,18 @@ def settings(chosen: Agent, found: Found) -> str:
     return "\n".join(lines)
 
 
+def _wrapped(one: Placed) -> bool:
+    """Whether a placement is for a root of ours, or shows what only the wrapper says."""
+    return one.path.startswith(_OURS) or Path(one.path).stem == "reef-notice"
+
+
 def _plain(one: Placed) -> Placed:
-    """A placement without the header that says that the tree is in the client's files."""
+    """A placement without the header that says that the tree is in the client's files, and the wrapper's hooks."""
     from dataclasses import replace
 
     if one.how == "values":
-        return replace(one, values=_without(one.values))
+        values = {name: value for name, value in one.values.items() if name != "hooks"}
+        return replace(one, values=_without(values))
     if one.path.endswith(".json"):
         return replace(one, text=json.dumps(_without(json.loads(one.text)), indent=2, ensure_ascii=False) + "\n")
     return one

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         return show.dump(answer)
     print(
         f"{answer['agent_record_id']} in scenario {answer['scenario']}"
-        + (f", on {answer['records']} records" if "records" in answer else "")
+        + (f", on {answer['records']} record{'s' * (answer['records'] != 1)}" if "records" in answer else "")
         + (" (known already)" if answer["duplicate"] else "")
     )
     return 0

@@ -80,11 +80,18 @@ def run(args: argparse.Namespace) -> int:
     path = place.state_dir / "records.db"
     if place.named:
         raise InputError(
-            "forget works on the state folder itself; run it on the server's machine, with --reef.state_dir FOLDER"
+            "forget works on the state folder itself, and --url or REEF_URL names a server: run it on the server's "
+            "machine without them, with --reef.state_dir FOLDER (env -u REEF_URL reef forget …)"
         )
     erase.check(path)
     assemble.known(place.state_dir, place.scenario)
     chosen = _choose(args, place, path)
+    if args.rollback and not (chosen or chosen.gone or args.report):
+        raise MissingError(
+            f"scenario {place.scenario} has no such record (any more), so what learnt from it cannot be told: "
+            "nothing was done. `reef doctor` names what is served and came from what was forgotten, `reef releases` "
+            "lists the releases, and `reef rollback N` serves number N again"
+        )
     chain, audit = assemble.open_chain(place.state_dir), assemble.open_audit(place.state_dir)
 
     def influenced() -> Learnt:

@@ -353,8 +353,8 @@ def rooms(settings: Settings, address: str, folder: Path, board: Board, store: R
         known = [one for one in found if one is not None]
         return Usage(sum(one.prompt_tokens for one in known), sum(one.completion_tokens for one in known))
 
-    own = settings.harness
-    return Made(address, TokenTable(board).episode, folder, Clients(own.clients), own.parallel, usage=usage)
+    own, tokens = settings.harness, TokenTable(board)
+    return Made(address, tokens.episode, folder, Clients(own.clients), own.parallel, usage=usage, ended=tokens.end)
 
 
 def told(journal: Journal, name: str, month: str, why: str) -> None:

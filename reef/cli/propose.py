@@ -70,6 +70,8 @@ def _asked(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         raise InputError(f"cannot read {args.file}: {error.strerror}", param="file") from None
     except ValueError as error:
         raise InputError(f"{args.file} is not JSON: {error}", param="file") from None
+    if isinstance(given, dict) and "op" in given:
+        given = [given]  # one mutation, as it stands
     body: dict[str, Any] = given if isinstance(given, dict) else {"mutations": given}
     if args.text:
         body = body | {"reason": args.text}
@@ -98,12 +100,15 @@ def _wait(api: Api, found: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _tell(api: Api, found: dict[str, Any], args: argparse.Namespace) -> int:
-    done = found["state"] not in ("rejected", "refused", "failed")
+    unmade = found["state"] == "done" and found["part"] == "harness"  # no edit came of it
+    done = found["state"] not in ("rejected", "refused", "failed") and not unmade
     if args.json:
         show.dump(found)
         return 0 if done else 1
     name, state, program = found["scenario"], found["state"], options.program()
     print(f"{found['id']} in scenario {name}: {state}" + (" (known already)" if found.get("duplicate") else ""))
+    if unmade:
+        print("nothing was changed: no edit came of it")
     if found["said"]:
         print(f"  {show.harmless(found['said'])}")
     candidate, flag = found["candidate"], f" -s {name}"

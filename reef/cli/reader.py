@@ -75,6 +75,7 @@ def asking(place: Found, ask: Callable[[Why, list[str]], Awaitable[_T]]) -> _T:
     """Ask a folder why, without a server. It is only read, so no lock is needed."""
     from reef.cli import assemble
     from reef.records.journal import Journal
+    from reef.records.queue import Queue
     from reef.records.sqlite import SqliteStore
     from reef.scenario.learnt import Family
     from reef.scenario.why import Why as Asked
@@ -84,7 +85,8 @@ def asking(place: Found, ask: Callable[[Why, list[str]], Awaitable[_T]]) -> _T:
         store = SqliteStore(place.state_dir / "records.db", owner="why")
         await store.start()
         try:
-            asked = Asked(chain, store, Journal(board), assemble.open_audit(place.state_dir), Family(chain))
+            audit, asks = assemble.open_audit(place.state_dir), Queue(board)
+            asked = Asked(chain, store, Journal(board), audit, Family(chain), asks)
             return await ask(asked, board.names())
         finally:
             await store.close()

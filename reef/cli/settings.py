@@ -44,6 +44,9 @@ gate:
 # prices:                     # money for a million tokens, by model name or engine/model
 #   up/gpt-x: {prompt: 1.0, output: 4.0}
 
+# training: {trigger: hybrid}   # auto: from experience; manual: when a person asks (reef propose); hybrid: both
+# harness: {apply: true}        # for applications without a client: rules and matching skills go into their requests
+
 releases:
   mode: auto                  # review: an accepted candidate waits for `reef promote`
   # watch: {action: tell}     # rollback (the default) | tell | off, when reports say that a release is worse

@@ -188,11 +188,10 @@ def releases(args: argparse.Namespace) -> int:
         return dump(found)
     rows: list[tuple[float, list[Any]]] = []
     for item in found["releases"]:
-        verdict = (item["evaluation"] or {}).get("reason") or item["reason"]
         parts = ", ".join(f"{name} {part['kind']}" for name, part in item["parts"].items())
         mark = "*" if item["current"] else ""
         row = [mark, item["seq"], item["release_id"][:10], item["operation"], item["step"], parts]
-        rows.append((item["created_at"], [*row, when(item["created_at"]), _points(item.get("gain")), verdict]))
+        rows.append((item["created_at"], [*row, when(item["created_at"]), _points(item.get("gain")), _because(item)]))
     for item in found.get("rulings") or ():
         said = {"reject": "rejected", "hold": "held"}[item["verdict"]]
         row = ["", "", (item["candidate"] or "")[:10], said, item["step"], item["part"], when(item["at"]), ""]
@@ -203,6 +202,12 @@ def releases(args: argparse.Namespace) -> int:
     if "rulings" in found and found["rulings"] is None:
         print("the learner's audit cannot be read, so what was turned down is not known")
     return 0
+
+
+def _because(item: Mapping[str, Any]) -> str:
+    """Why a release was made, and what the gate said where that is not told already."""
+    reason, said = item["reason"] or "", (item["evaluation"] or {}).get("reason") or ""
+    return f"{reason} ({said})" if reason and said and said not in reason else reason or said
 
 
 def _points(gain: dict[str, Any] | None) -> str:

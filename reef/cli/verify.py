@@ -27,6 +27,7 @@ from reef.cli.show import count
 from reef.config import Settings
 from reef.core.errors import ChainError, MissingError, ReefError, TrainError
 from reef.core.nouns import Release
+from reef.records.queue import is_ask
 from reef.releases import marker
 from reef.releases.mend import broken, heads
 
@@ -373,6 +374,8 @@ def _consumed(site: _Site) -> Iterator[Finding]:
     with site.store() as db:
         for name, releases in site.releases.items():
             for receipt in {unit.partition(":")[0] for release in releases for unit in _units(release)}:
+                if is_ask(receipt):
+                    continue  # what a person asked for is no record, and old asks are not kept
                 total += 1
                 row = db.execute(
                     "SELECT EXISTS (SELECT 1 FROM records WHERE id = ?1 UNION SELECT 1 FROM erased WHERE id = ?1)",

@@ -27,11 +27,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "why",
         help="why an answer is as it is: release, evidence, what it learnt from (also without a server)",
-        description="The story of an answer (by its receipt or another id of it), a report, a release or a candidate: "
-        "which release, what it learnt from, what it was measured against, what was turned down, who let it in; and "
-        "forward, which releases it influenced.",
+        description="The story of an answer (by its receipt or another id of it), a report, a release, a candidate "
+        "or an ask: which release, what it learnt from, what it was measured against, what was turned down, who let "
+        "it in; and forward, which releases it influenced.",
     )
-    parser.add_argument("id", help="a receipt or answer id, a report id, a release or candidate, or a release number")
+    parser.add_argument(
+        "id", help="a receipt or answer id, a report id, a release or candidate, a release number, or an ask"
+    )
     parser.add_argument("-n", "--limit", type=int, default=20, metavar="N", help="of each list (default: 20)")
     parser.add_argument("--units", type=int, metavar="N", help="go on after the first N units it learnt from")
     parser.add_argument("--releases", type=int, metavar="N", help="go on after the first N releases")
@@ -97,7 +99,9 @@ def tree(found: dict[str, Any]) -> Tree:
     from rich.tree import Tree
 
     root = Tree(_text(f"{found['kind']} {found['id']} of {found['scenario']}"))
-    {"record": _record, "report": _report, "release": _release, "candidate": _candidate}[found["kind"]](root, found)
+    {"record": _record, "report": _report, "release": _release, "candidate": _candidate, "ask": _asked}[found["kind"]](
+        root, found
+    )
     if found["unknown"]:
         _branch(root, "not known", found["unknown"])
     return root
@@ -176,6 +180,17 @@ def _candidate(root: Tree, found: dict[str, Any]) -> None:
     _entries(root, found["entries"])
     _learnt(root, found["learnt"])
     _briefs(root, "releases it would come from", found["ancestry"])
+
+
+def _asked(root: Tree, found: dict[str, Any]) -> None:
+    ask, candidate = found["ask"], found["candidate"]
+    words = ask["body"].get("text") or ask["body"].get("reason") or ""
+    root.add(_text(f"{ask['kind']} by {ask['actor']}, {show.when(ask['created_at'])}{_because(words)}"))
+    root.add(_text(f"{found['state']}, {show.when(ask['changed_at'])}{_because(found['said'])}"))
+    if candidate is not None:
+        _candidate(root.add(_text(f"it became candidate {candidate['id']}")), candidate)
+    elif ask["release"] is not None:
+        root.add(_text(f"it became release {ask['release']}"))
 
 
 def _evidence(root: Tree, measured: dict[str, Any]) -> None:

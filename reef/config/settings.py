@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from reef.core.ids import is_scenario
+from reef.core.ids import is_address, is_scenario
 from reef.core.nouns import ActKind
 
 Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
@@ -42,6 +42,15 @@ def _scenario_name(value: str) -> str:
 ScenarioName = Annotated[Text, pydantic.AfterValidator(_scenario_name)]
 
 
+def _public(value: str) -> str:
+    if not is_address(value):
+        raise ValueError("write it as https://host or https://host:port, with a path if it has one")
+    return value
+
+
+Address = Annotated[Text, pydantic.AfterValidator(_public)]
+
+
 class Section(pydantic.BaseModel):
     """One section of the file: frozen, and any key it does not have is an error."""
 
@@ -53,7 +62,7 @@ class ReefSettings(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8900  # 0: any free port; the address is printed
     token: Text = ""  # empty: one is created in state_dir (mode 0600) and printed once
     auth: Literal["token", "none"] = "token"  # none is allowed on loopback only
-    public_url: Text | None = None  # what install scripts and links use; default: the address the request reached
+    public_url: Address | None = None  # what install scripts and links use; default: the one the request reached
     state_dir: Path = Path(".reef")  # relative to the folder the command runs in
     workers: Annotated[int, Field(ge=1, le=64)] = 2  # gateway processes
     default_scenario: ScenarioName = "default"
@@ -184,8 +193,8 @@ class HarnessSettings(Section):
     skills: Annotated[int, Field(ge=0, le=16)] = 3  # the most that one request gets: those that match its text best
     tokens: Annotated[int, Field(gt=0, le=1_000_000)] = 1024  # of all that is added to one request, about
     clients: Path | None = None
-    """For all scenarios: the folder with the clients of agents' episodes, as npm installs them (docs/episodes.md); null:
-    where `reef-AGENT` has its own, else what PATH has."""
+    """For all scenarios: the folder with the clients of agents' episodes, as npm installs them (docs/episodes.md);
+    null: where `reef-AGENT` has its own, else what PATH has."""
     parallel: Annotated[int, Field(ge=1, le=64)] = 2  # for all scenarios: episodes at once
 
 
@@ -394,6 +403,10 @@ def split(section: dict[str, Any], model: type[Section]) -> dict[str, Any]:
 def dotted_source(source: str) -> bool:
     """Whether an entry of gate.suite names code, package.module:name."""
     return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", source) is not None
+
+
+TASKS = ("tasks", "validation")
+"""Fields of a recipe that name tasks in the form of gate.suite: a file, or package.module:name."""
 
 
 def file_source(source: str) -> bool:

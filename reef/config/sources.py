@@ -17,7 +17,7 @@ import pydantic
 
 from reef.config import check
 from reef.config.file import Place, Tree, Where, dotted, read, scalar
-from reef.config.settings import ReefSettings, ScenarioOverrides, Settings, file_source, split
+from reef.config.settings import TASKS, ReefSettings, ScenarioOverrides, Settings, file_source, split
 from reef.core.errors import ConfigError
 
 DEFAULT_FILE = "reef.yaml"
@@ -193,7 +193,7 @@ def _model(tree: Tree, model: str, place: Place) -> None:
 
 
 def _suites(tree: Tree, file: Path) -> None:
-    """Suite files named in the file lie beside it; one from the command line, in the caller's folder."""
+    """Suite and task files named in the file lie beside it; one from the command line, in the caller's folder."""
     sections: list[tuple[Any, Where]] = [(tree.values.get("gate"), ("gate",))]
     scenarios = tree.values.get("scenarios")
     for name, entry in scenarios.items() if isinstance(scenarios, dict) else ():
@@ -202,6 +202,21 @@ def _suites(tree: Tree, file: Path) -> None:
         place = tree.places.get((*where, "suite"))
         if isinstance(gate, dict) and place is not None and place.file:
             gate["suite"] = _beside(gate["suite"], file.parent)
+    named = [(entry, ("scenarios", name)) for name, entry in (scenarios.items() if isinstance(scenarios, dict) else ())]
+    for section, where in [(tree.values.get("reef"), ("reef",)), *named]:
+        if isinstance(section, dict):
+            listed = section.get("recipes")
+            _tasks(tree, section, where, file.parent)
+            for number, use in enumerate(listed if isinstance(listed, list) else []):
+                _tasks(tree, use, (*where, "recipes", number), file.parent)
+
+
+def _tasks(tree: Tree, use: Any, where: Where, folder: Path) -> None:
+    """Task files of a recipe lie beside the file that names them, as suites do."""
+    for name in TASKS if isinstance(use, dict) else ():
+        place = tree.places.get((*where, name)) or tree.places.get(where)
+        if name in use and place is not None and place.file:
+            use[name] = _beside(use[name], folder)
 
 
 def _beside(suite: Any, folder: Path) -> Any:

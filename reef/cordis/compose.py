@@ -89,6 +89,8 @@ def _apply(tree: dict[str, Entry], mutation: Mutation, agents: Mapping[str, Agen
     elif mutation.op == "remove":
         if old is None:
             return "there is no entry with this id"
+        if mutation.kind not in (None, old.kind) or mutation.config:  # nothing would look at what stands there
+            return "a removal takes the id alone; leave kind and config out"
         del tree[mutation.id]
         return None
     else:

@@ -11,6 +11,7 @@ Does not know: meaning. This is a coarse sieve before the gate, not a proof of h
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -56,17 +57,24 @@ _ACTIONS = (
 _COMMANDS = (
     r"!`|(?<!\w)@(?:[\w~.-]{1,200}/|[\w-]{1,200}\.\w)",  # clients run the one and read the other when they load a text
     r"~~~|<\(|>\s{0,4}[~/]|\$\{?(?!ARGUMENTS\b)[A-Z_]{3,}|\bcmd(?:\.exe)?\s{1,4}/c",
-    r"(?<![\w.])~/|/(?:etc|root|home|proc|dev|usr|var)/",
-    r"\b(?:npx|npm|pnpm|pip3?|uvx|pipx|kubectl|scp|rsync|ncat|netcat|crontab|systemctl|launchctl|mkfs|chown|xargs|"
+    r"(?<![\w.])~/|/(?:etc|root|home|proc|dev|usr|var)/|(?<!\w)/(?:bin|sbin|opt|tmp|sys|boot|mnt|srv)/",
+    r"\b(?:run|execute|start|launch|call|source|invoke)[ \t](?:the[ \t])?\.{0,2}/\w",
+    r"\b[a-z]:\\\w|\\\\[\w-]{1,63}\\|%[A-Z]{3,}%|\b(?:docker|podman)[ \t]compose",
+    r"\b[a-z][a-z0-9+.-]{1,20}://|(?<![\w:/])//[\w-]{1,63}\.\w|\w@[\w-]{1,63}\.[a-z]|(?<!\w)\[[0-9a-f:]{2,39}\](?!\w)",
+    r"(?<![\w./-])(?:[a-z0-9-]{1,63}\.){1,4}(?!(?:js|ts|json|html|css|txt|ya?ml|toml)\b)[a-z]{2,24}(?::\d{1,5})?/\w",
+    r"\b(?:invoke-(?:webrequest|restmethod|expression)|iwr|iex)\b|\b(?:z|da|k|fi)?sh[ \t]-",
+    r"\b(?:npx|npm|pnpm|pip\d?(?:\.\d{1,2})?|uvx|bunx|aria2c|telnet|killall|nohup|mvn|gradle|dotnet|"
+    r"pipx|kubectl|scp|rsync|ncat|netcat|crontab|systemctl|launchctl|mkfs|chown|xargs|"
     r"osascript|apt-get|pytest|tox)[ \t]{1,4}[-\w./~$]",
-    r"\b(?:git|docker|podman|make|cargo|brew|apt|yarn|bun|deno|python3?|node|perl|ruby|php|go|uv|helm|terraform|ssh|nc)"
+    r"\b(?:git|docker|podman|make|cargo|brew|apt|yarn|bun|deno|python\d?(?:\.\d{1,2})?|node|perl|ruby|php|go|uv|helm|terraform|ssh|nc)"
     r"[ \t]{1,4}(?:install|run|exec|push|pull|reset|clean|clone|config|commit|checkout|rebase|merge|stash|add|apply|"
     r"delete|build|publish|test|-\w|\w{0,64}@|[-\w/]{0,200}\.(?:py|js|ts|sh|rb|pl|php)\b)",
     r"\blocalhost\b|(?<![a-z0-9-])[a-z0-9-]+\.(?:local|internal|onion|zip|top|site|me|us|uk|de|eu|fr|nl|tv|biz|cloud|"
-    r"tech)\b",
+    r"tech|pw|ly|gg|cc|tk|ml|ga|cf|gq|icu|online|br|jp|kr|ir|ua|pl)\b",
     r"\b(?:import|require|fetch|system|popen|spawn|unlink|rmtree|urlopen)\s{0,4}\(|\bprocess\.env\b|\bos\.environ\b",
     r"(?<!\w)\.(?:ssh|aws|netrc|npmrc|bashrc|zshrc|profile|env)\b",
 )
+_MARKS = str.maketrans("", "", "*`\\")
 _INLINE = re.compile(r"`([^`\n]+)`")
 
 
@@ -177,8 +185,12 @@ def _passages(text: str) -> list[str]:
 
 
 def _does(text: str) -> bool:
-    """Inline code of several words is a command; of one, a name."""
-    return _ACTS.search(text) is not None or any(" " in code.strip() for code in _INLINE.findall(text))
+    """Inline code of several words is a command; of one, a name. A command is one, too, when marks of Markdown, a
+    shell or HTML stand in it."""
+    if _ACTS.search(text) is not None or any(" " in code.strip() for code in _INLINE.findall(text)):
+        return True
+    bare = html.unescape(text.replace("\\\n", " ")).translate(_MARKS)
+    return bare != text and _ACTS.search(bare) is not None
 
 
 def _paragraphs(text: str) -> list[str]:

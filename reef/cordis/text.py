@@ -14,23 +14,29 @@ from reef.core.nouns import Json
 
 # Letters of other alphabets that look like Latin ones, as far as they spell English words.
 _ALIKE: Final = str.maketrans(
-    "аеорсухіјѕԁɡһӏткнмваАЕОРСУХІЈЅТКНМВαορνικτυϲΑΕΟΡΝΙΚΤΥΧΒΜΗΖıɩ",
-    "aeopcyxijsdghltkhmvaAEOPCYXIJSTKHMBaopviktucAEOPNIKTYXBMHZii",
+    "аеорсухіјѕԁɡһӏткнмвагпԝАЕОРСУХІЈЅТКНМВαορνικτυϲΑΕΟΡΝΙΚΤΥΧΒΜΗΖıɩ",
+    "aeopcyxijsdghltkhmvarnwAEOPCYXIJSTKHMBaopviktucAEOPNIKTYXBMHZii",
 )
 # Letters and signs that show as nothing, beside the classes of `hidden`.
 _BLANK: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
 _UNSEEN: Final = frozenset(("Cf", "Cc", "Cs", "Co", "Zl", "Zp"))
 _ODD = re.compile(r"[^\n\t -~]")
+_WIDE, _TALL = re.compile(r"[^\S\n]{2,}|[^\S\n \t]"), re.compile(r"(?:[ \t]?\n){3,}")
 
 
 def fold(text: str) -> str:
-    """The letters a reader would take a text for: compatible forms, without accents, without what cannot be seen, and
-    with look-alikes of other alphabets as Latin letters. For searching only."""
+    """The letters a reader would take a text for: compatible forms, without accents, without what cannot be seen, with
+    look-alikes of other alphabets as Latin letters, and without the rest of a long gap. For searching only."""
     if text.isascii():
-        return text
+        return _close(text)
     apart = unicodedata.normalize("NFKD", text)
     seen = (sign for sign in apart if sign not in _BLANK and unicodedata.category(sign) not in ("Cf", "Mn", "Me"))
-    return "".join(seen).translate(_ALIKE)
+    return _close("".join(seen).translate(_ALIKE))
+
+
+def _close(text: str) -> str:
+    """Blanks as one blank, empty lines as one: patterns bound the room between two words, which a writer does not."""
+    return _TALL.sub("\n\n", _WIDE.sub(" ", text))
 
 
 def hidden(sign: str) -> bool:

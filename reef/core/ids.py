@@ -1,4 +1,6 @@
-"""Ids. A receipt is a bare lower-case UUIDv7 (RFC 9562) in hex; a report's id is `rep_` and such a hex.
+"""Ids, and what else must be plain: names and addresses.
+
+A receipt is a bare lower-case UUIDv7 (RFC 9562) in hex; a report's id is `rep_` and such a hex.
 
 Ids carry a time for people who read them; nothing in Reef orders or expires by it (the event log's sequence does that).
 """
@@ -13,6 +15,9 @@ from collections.abc import Iterator
 _RECEIPT = re.compile(r"[0-9a-f]{32}")
 _WRAPPED = re.compile(r"(?:chatcmpl-|resp_|msg_)([0-9a-f]{32})")
 _SCENARIO = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+AUTHORITY = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
+"""A host, with or without a port."""
+_ADDRESS = re.compile(rf"https?://{AUTHORITY.pattern}(?:/[A-Za-z0-9._~-]+)*/?")
 
 
 _BLOCK = 4000
@@ -59,3 +64,8 @@ def parse_receipt(reference: str) -> str | None:
 def is_scenario(name: str) -> bool:
     """Whether a name may name a scenario. `..` and a trailing `.lock` or `.` are refused: names become git branches."""
     return bool(_SCENARIO.fullmatch(name)) and ".." not in name and not name.endswith((".lock", "."))
+
+
+def is_address(url: str) -> bool:
+    """Whether an address is plain enough to stand in files and scripts: http(s)://host[:port][/path]."""
+    return bool(_ADDRESS.fullmatch(url))

@@ -39,10 +39,11 @@ from reef.gateway import (
 )
 from reef.gateway.call import Call, Gone, Receive, Scope, Send, Work
 from reef.gateway.context import Context
-from reef.gateway.errors import Refusal, status_of
+from reef.gateway.errors import Refusal, nowhere, status_of
 from reef.gateway.shelf import Shelf
 from reef.gateway.spool import Spool
 from reef.records.journal import Journal
+from reef.records.queue import Queue
 from reef.scenario.learnt import Family
 from reef.scenario.why import Why
 
@@ -128,7 +129,14 @@ class App:
         self.shelf = Shelf(context.chain)
         self.work = Work(context.limits.concurrent, context.limits.held_bytes)
         self.spool = Spool(context.store)
-        self.why = Why(context.chain, context.store, Journal(context.board), context.audit, Family(context.chain))
+        self.why = Why(
+            context.chain,
+            context.store,
+            Journal(context.board),
+            context.audit,
+            Family(context.chain),
+            Queue(context.board),
+        )
         self.feed = events.Feed(self.why.journal)
         context.watch.on_change(self.feed.poke)
         self.meter = context.meter
@@ -213,16 +221,25 @@ class App:
         if (serving := self.context.watch.get(name)) is not None:
             return serving
         if name != self.context.default_scenario and not self.context.create_scenarios:
-            raise MissingError(
-                f"no scenario {name!r}; `reef scenarios` lists them, POST /reef/scenarios makes one",
-                param="x-reef-scenario",
-            )
+            raise nowhere(name)
         if await asyncio.to_thread(self.context.board.archived, name):
             raise MissingError(
                 f"the scenario {name!r} was archived; `reef scenarios restore {name}` brings it back",
                 param="x-reef-scenario",
             )
         return await self.create(name, {})
+
+    def known(self, call: Call) -> Serving:
+        """The same where nothing may be created: of reading, and of what is said about a scenario."""
+        name = call.scenario or self.context.default_scenario
+        call.token.enter(name)
+        serving = self.context.watch.get(name)
+        if serving is None:  # another gateway may have made it a moment ago
+            self.context.watch.refresh()
+            serving = self.context.watch.get(name)
+        if serving is None:
+            raise nowhere(name)
+        return serving
 
     async def create(self, name: str, settings: Mapping[str, Json]) -> Serving:
         """Create a scenario, or find it created; once at a time for each name."""

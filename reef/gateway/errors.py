@@ -37,6 +37,14 @@ _PLAIN: dict[type[ReefError], str] = {
 }
 """What a client is told instead of a message that names the server's files; subclasses included."""
 
+
+def nowhere(name: str, param: str = "x-reef-scenario") -> errors.MissingError:
+    """There is no such scenario, and what to do."""
+    return errors.MissingError(
+        f"no scenario {name!r}; `reef scenarios` lists them, POST /reef/scenarios makes one", param=param
+    )
+
+
 _OPENAI = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 409: "conflict_error"}
 _OPENAI |= {429: "rate_limit_error"}
 _ANTHROPIC = _OPENAI | {413: "request_too_large", 503: "overloaded_error"}

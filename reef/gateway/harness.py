@@ -12,11 +12,13 @@ import asyncio
 import hashlib
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from reef.core.errors import ConfigError, ConflictError, InputError, MissingError, ModelError
-from reef.core.nouns import Part, Release
+from reef.core.ids import AUTHORITY, is_address
+from reef.core.nouns import Part, Release, Serving
 from reef.gateway.call import Call
 from reef.gateway.views import MOST, PAGE, only
 from reef.gateway.why import view
@@ -27,8 +29,8 @@ from reef.harness.tree import Entry
 if TYPE_CHECKING:
     from reef.gateway.app import App
 
-_AUTHORITY = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
-_PUBLIC = re.compile(rf"https?://{_AUTHORITY.pattern}(?:/[A-Za-z0-9._~-]+)*/?")
+_FROM = re.compile(r" \(from rep_[\w-]+(?:, rep_[\w-]+)*(?: and \d+ more)?\)")
+_NUMBER = re.compile(r"[0-9]{1,6}")  # a prefix of an id is longer
 _YES = ("true", "1")
 SEEN = 50
 """Releases whose reasons are told of, at most."""
@@ -75,7 +77,7 @@ async def releases(app: App, call: Call) -> None:
     """`{releases, next}`: those that changed the harness, newest first, with what each changed."""
     given = only(call.queries(), ("after", "limit"))
     limit = call.number("limit", PAGE, MOST) or PAGE
-    scenario = (await app.serving(call)).scenario
+    scenario = app.known(call).scenario
     found = await asyncio.to_thread(_history, app, scenario, limit + 1, given.get("after"))
     shown = []
     for release, before in found[:limit]:
@@ -111,13 +113,28 @@ async def script(app: App, call: Call) -> None:
 
 
 async def _wanted(app: App, call: Call, release_id: str | None) -> tuple[Release, Sequence[Entry]]:
-    """The release asked for, or the one that is served, and its harness."""
-    serving = await app.serving(call)
-    wanted = call.token.release_id or release_id or serving.release_id
+    """The release asked for, by id, prefix or number, or the one that is served; and its harness."""
+    serving = app.known(call)
+    wanted = (call.token.release_id or release_id or serving.release_id).strip()
+    if _NUMBER.fullmatch(wanted):
+        wanted = await asyncio.to_thread(_numbered, app, serving, int(wanted))
     if wanted not in (serving.release_id, call.token.release_id):
         call.token.require("read")
-    shelved = await app.shelf.take(wanted.strip(), serving.scenario)
+    shelved = await app.shelf.take(wanted, serving.scenario)
     return shelved.release, shelved.entries
+
+
+def _numbered(app: App, serving: Serving, number: int) -> str:
+    """The id of a release by its number, as `reef releases` lists them."""
+    page = app.context.chain.history(serving.scenario, MOST)
+    while page and page[-1].seq > number:
+        page = app.context.chain.history(serving.scenario, MOST, page[-1].id)
+    for release in page:
+        if release.seq == number:
+            return release.id
+    raise MissingError(
+        f"{serving.scenario} has no release number {number}; `reef releases` lists them", param="release_id"
+    )
 
 
 async def _entries(app: App, release: Release) -> Sequence[Entry]:
@@ -130,31 +147,57 @@ async def _changes(app: App, release: Release, entries: Sequence[Entry], since: 
         before = await app.shelf.take(since.strip(), release.scenario)
     except MissingError:
         return None
-    found: list[tuple[Release, Release | None]] = []
-    if before.release.seq < release.seq:
-        found = await asyncio.to_thread(_history, app, release.scenario, SEEN, None, before.release.seq)
-    told = [_release(each) for each, _ in found if each.seq <= release.seq]
+    told = await asyncio.to_thread(_path, app, release, before.release)
     return {**_difference(before.entries, entries), "releases": told}
 
 
-def _history(
-    app: App, scenario: str, limit: int, after: str | None, until: int = -1
-) -> list[tuple[Release, Release | None]]:
-    """Releases that changed the harness, newest first, each with the one before it; none of `until` or earlier."""
+def _path(app: App, release: Release, before: Release) -> list[dict[str, Any]]:
+    """The releases by which an earlier one's harness became this one's, newest first, each with its `why`. From a
+    rollback it goes on at the release that came back: what lies between is not in it."""
+    wanted: str | None = release.id
+    told: list[dict[str, Any]] = []
+    for each, parent in _pairs(app, release.scenario):
+        if each.seq <= before.seq or len(told) == SEEN:
+            break
+        if wanted not in (None, each.id):
+            continue
+        if _tree(each) == _tree(before):
+            break
+        if _tree(each) != _tree(parent):
+            told.append(_release(each) | {"why": _why(app, each)})
+        wanted = each.base if each.operation == "rollback" else None
+    return told
+
+
+def _why(app: App, release: Release) -> str:
+    """A release's reason for who uses it: without the gate's sentence and the reports' ids, which `reef why` shows."""
+    reason, gate = release.reason, release.evaluation
+    if release.operation == "rollback" and release.base is not None:
+        to = f"rolled back to release {app.context.chain.get(release.base).seq}"
+        return f"{to}: {reason}" if reason else to
+    if release.operation == "publish" and gate is not None:
+        reason = "" if reason == gate.reason else reason.removesuffix(f" ({gate.reason})")
+    return _FROM.sub("", reason)
+
+
+def _history(app: App, scenario: str, limit: int, after: str | None) -> list[tuple[Release, Release | None]]:
+    """Releases that changed the harness, newest first, each with the one before it."""
+    pairs = _pairs(app, scenario, after)
+    return list(islice(((one, before) for one, before in pairs if _tree(one) != _tree(before)), limit))
+
+
+def _pairs(app: App, scenario: str, after: str | None = None) -> Iterator[tuple[Release, Release | None]]:
+    """Releases newest first, each with the one before it. Blocks."""
     chain = app.context.chain
-    found: list[tuple[Release, Release | None]] = []
     page = chain.history(scenario, MOST, after)
-    while page and len(found) < limit and page[0].seq > until:
+    while page:
         following = chain.history(scenario, MOST, page[-1].id)
-        for release, before in zip(page, [*page[1:], *following[:1], None], strict=False):
-            if release.seq > until and _tree(release) != (_tree(before) if before else None):
-                found.append((release, before))
+        yield from zip(page, [*page[1:], *following[:1], None], strict=False)
         page = following
-    return found[:limit]
 
 
-def _tree(release: Release) -> Mapping[str, tuple[str, int]] | None:
-    part: Part | None = release.parts.get("harness")
+def _tree(release: Release | None) -> Mapping[str, tuple[str, int]] | None:
+    part: Part | None = release.parts.get("harness") if release is not None else None
     return part.files if part is not None else None
 
 
@@ -244,7 +287,7 @@ def address(public: str | None, call: Call) -> str:
     It ends in files and scripts, so nothing but a scheme, a host and a port passes.
     """
     if public is not None:
-        if not _PUBLIC.fullmatch(public):
+        if not is_address(public):
             raise ConfigError(f"reef.public_url is {public[:80]!r}; write it as https://host or https://host:port")
         return public.rstrip("/")
     scheme, host = str(call.scope.get("scheme", "http")), call.headers.get("host")
@@ -253,7 +296,7 @@ def address(public: str | None, call: Call) -> str:
         host = _first(call.headers.get("x-forwarded-host")) or host
     if host is None and (bound := call.scope.get("server")):
         host = f"[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"{bound[0]}:{bound[1]}"
-    if scheme not in ("http", "https") or host is None or not _AUTHORITY.fullmatch(host):
+    if scheme not in ("http", "https") or host is None or not AUTHORITY.fullmatch(host):
         raise InputError(
             "the address of this request is no plain http(s)://host:port, as install scripts need it: ask by another "
             "address, or set reef.public_url in the server's configuration",

@@ -231,7 +231,7 @@ ANSWERS: Mapping[str, Schema] = {
     "Unpinned": _object(("name", "unpinned"), name=_NAME, unpinned={"type": "boolean"}),
     "Why": _object(
         ("kind", "id", "scenario", "unknown"),
-        kind={"enum": ["record", "report", "release", "candidate"]},
+        kind={"enum": ["record", "report", "release", "candidate", "ask"]},
         id=_TEXT,
         scenario=_NAME,
         unknown=_list(_TEXT),
@@ -368,7 +368,7 @@ ROUTES: Mapping[tuple[str, str], Described] = {
         {},
     ),
     ("GET", "/reef/why/{id}"): (
-        "Why: a record, report, release or candidate, forward and back",
+        "Why: a record, report, release, candidate or ask, forward and back",
         None,
         "Why",
         {"limit": _WHOLE, "units": _WHOLE, "releases": _WHOLE},

@@ -17,6 +17,7 @@ from reef.core.nouns import Serving
 from reef.core.text import deeper
 from reef.gateway.body import check_type, parse, read, read_json
 from reef.gateway.call import Call
+from reef.gateway.errors import nowhere
 from reef.gateway.health import view
 from reef.gateway.views import release_view
 from reef.gateway.warmth import warm
@@ -29,6 +30,8 @@ DEEPEST: Final = 16
 """Levels of lists and objects in a scenario's settings."""
 TRIES: Final = 8
 """Changes of settings that others make at the same time are followed so often."""
+BLOCKS: Final = ("harness", "training")
+"""Settings of which a change names keys, and leaves the other keys as they are."""
 
 
 async def scenarios(app: App, call: Call) -> None:
@@ -60,7 +63,8 @@ async def create(app: App, call: Call) -> None:
 
 
 async def change(app: App, call: Call) -> None:
-    """`{setting: value}` → the scenario. What is named is replaced, null takes it back; the rest stays as it is."""
+    """`{setting: value}` → the scenario. What is named is replaced, null takes it back; the rest stays as it is.
+    Of `BLOCKS`, so do the keys that are not named."""
     served = find(app, call)
     name = _free(app, served.scenario, "change it")
     body = await _settings(app, call)
@@ -73,7 +77,7 @@ async def change(app: App, call: Call) -> None:
         raise InputError("a scenario keeps its name; create another one", param="name")
     for _ in range(TRIES):
         was = await asyncio.to_thread(lambda: app.context.board.scenarios().get(name, {}))
-        merged = {key: value for key, value in {**was, **body}.items() if value is not None}
+        merged = {key: value for key, value in {**was, **body, **_within(was, body)}.items() if value is not None}
         if merged == was:
             break
         await asyncio.to_thread(app.context.check_scenario, name, merged)
@@ -186,7 +190,7 @@ def find(app: App, call: Call) -> Serving:
         app.context.watch.refresh()
         served = app.context.watch.get(name)
     if served is None:
-        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
+        raise nowhere(name, "scenario")
     return served
 
 
@@ -215,6 +219,16 @@ async def _settings(app: App, call: Call) -> dict[str, Any]:
     if deeper(body, DEEPEST):
         raise InputError(f"settings are nested at most {DEEPEST} deep")
     return body
+
+
+def _within(was: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    """The blocks that a change names, whole: as they were, but for the keys that it names."""
+    found: dict[str, Any] = {}
+    for name in BLOCKS:
+        before, given = was.get(name), body.get(name)
+        if isinstance(before, dict) and isinstance(given, dict):
+            found[name] = {key: value for key, value in {**before, **given}.items() if value is not None}
+    return found
 
 
 async def _warm(app: App, name: str, release_id: str, reason: str) -> None:

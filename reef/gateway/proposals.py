@@ -22,6 +22,7 @@ from reef.harness.tree import Mutation
 from reef.records import Query
 from reef.records.queue import STATES, Ask, Kind, Queue
 from reef.scenario import candidates as candidates_room
+from reef.scenario.story import BECAME
 
 if TYPE_CHECKING:
     from reef.gateway.app import App
@@ -31,13 +32,11 @@ LONGEST_TEXT: Final = 16_000
 DEEPEST: Final = 32
 """Levels of lists and objects in a mutation's config."""
 KEYS: Final = ("op", "id", "kind", "config")
-BECAME: Final = {"promoted": "accepted", "released": "accepted", "rejected": "rejected"}
-"""A held candidate's state, as its ask's: a person has decided."""
 
 
 async def put(app: App, call: Call) -> None:
     """`{mutations, reason, id?}` → 202 and the ask. 400 has every reason why the edit is not admissible."""
-    served = _find(app, call)
+    served = app.known(call)
     _, body = await read_json(call, app.context.limits.report_bytes)
     _only(body, ("mutations", "reason", "id"))
     reason = _words(body, "reason", LONGEST_REASON)
@@ -58,7 +57,7 @@ async def put(app: App, call: Call) -> None:
 
 async def train(app: App, call: Call) -> None:
     """`{text, session?, release_id?, part?, id?}` → 202 and the ask."""
-    served = _find(app, call)
+    served = app.known(call)
     _, body = await read_json(call, app.context.limits.report_bytes)
     _only(body, ("text", "session", "release_id", "part", "id"))
     text = _words(body, "text", LONGEST_TEXT)
@@ -66,7 +65,7 @@ async def train(app: App, call: Call) -> None:
     if not learning.parts:
         raise ConflictError(
             f"no recipe of {name} takes instructions; give it one that does (reef.recipe: harness_evolve), or propose "
-            "mutations: POST /reef/harness/proposals"
+            'mutations: reef propose "…" --file FILE (POST /reef/harness/proposals)'
         )
     if learning.trigger == "auto":
         how = "in the configuration file, and restart"
@@ -89,7 +88,7 @@ async def train(app: App, call: Call) -> None:
 
 async def listed(app: App, call: Call) -> None:
     """`{proposals, next}`, the newest first. `state`: only those in it."""
-    name, state = _find(app, call).scenario, call.query("state")
+    name, state = app.known(call).scenario, call.query("state")
     if state is not None and state not in STATES:
         raise InputError(f"state must be one of {', '.join(STATES)}", param="state")
     limit, before = call.number("limit", PAGE, MOST) or PAGE, call.number("after", None, 2**53)
@@ -105,7 +104,7 @@ async def listed(app: App, call: Call) -> None:
 
 async def one(app: App, call: Call) -> None:
     """One ask, and what became of it."""
-    name = _find(app, call).scenario
+    name = app.known(call).scenario
     found = await asyncio.to_thread(Queue(app.context.board).get, call.params["id"])
     if found.scenario != name:
         raise MissingError(
@@ -149,19 +148,6 @@ def _view(app: App, ask: Ask) -> dict[str, Any]:
         "changed_at": ask.changed_at,
         **ask.body,
     }
-
-
-def _find(app: App, call: Call) -> Serving:
-    """The scenario of the header, or the default one. It must be there: a proposal does not make one."""
-    name = call.scenario or app.context.default_scenario
-    call.token.enter(name)
-    served = app.context.watch.get(name)
-    if served is None:  # another gateway may have made it a moment ago
-        app.context.watch.refresh()
-        served = app.context.watch.get(name)
-    if served is None:
-        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="x-reef-scenario")
-    return served
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------

@@ -40,11 +40,7 @@ def named(body: Mapping[str, Json], headers: Mapping[str, str]) -> str | None:
 
 def place(app: App, call: Call) -> str:
     """The scenario in which the session is looked for: a session's id says nothing of it."""
-    name = call.scenario or app.context.default_scenario
-    call.token.enter(name)
-    if app.context.watch.get(name) is None:
-        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="x-reef-scenario")
-    return name
+    return app.known(call).scenario
 
 
 async def records(app: App, call: Call, scenario: str, session: str) -> tuple[str, ...]:

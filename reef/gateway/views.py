@@ -22,6 +22,7 @@ from reef.core.ids import parse_receipt
 from reef.core.nouns import Act, Choice, Purpose, Record, Release, Report, Status
 from reef.core.text import Written
 from reef.gateway.call import Call
+from reef.gateway.errors import nowhere
 from reef.gateway.report import resolve
 from reef.records import Query
 from reef.scenario.audit import Ruling
@@ -342,7 +343,7 @@ def scenario_of(app: App, call: Call) -> str:
     if app.context.watch.get(name) is None:  # another gateway may have made it a moment ago
         app.context.watch.refresh()
     if app.context.watch.get(name) is None:
-        raise MissingError(f"no scenario {name!r}; `reef scenarios` lists them", param="scenario")
+        raise nowhere(name, "scenario")
     return name
 
 

@@ -1,4 +1,4 @@
-"""GET /reef/why/{id}: a record, report, release or candidate, forward and back, as far as the token sees.
+"""GET /reef/why/{id}: a record, report, release, candidate or ask, forward and back, as far as the token sees.
 
 Knows: which kind of thing an id names, and the answer as JSON. Does not know: how the story is put together
 (`scenario.why`). `explain` and `view` are also what `reef why` uses on a state folder without a server.
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from reef.core.errors import MissingError
+from reef.core.errors import ChainError, MissingError
 from reef.core.ids import parse_receipt
 from reef.core.nouns import Record, Release, Report
 from reef.gateway.call import Call
 from reef.gateway.report import derived, resolve
 from reef.gateway.views import record_view, release_view, report_view
-from reef.scenario.story import MOST, SHOWN, Page, Story
+from reef.records.queue import is_ask
+from reef.scenario.story import BECAME, MOST, SHOWN, AskStory, CandidateStory, Page, Story
 from reef.scenario.why import Why
 
 if TYPE_CHECKING:
@@ -40,10 +41,12 @@ async def why(app: App, call: Call) -> None:
 async def explain(asked: Why, wanted: str, scenarios: Sequence[str], page: Page) -> Story:
     """The story of what an id names, among these scenarios. MissingError: nothing there has this id."""
     missing = MissingError(
-        f"nothing here is called {wanted[:80]!r}; give a receipt or another id of an answer, a report's id (rep_…), or "
-        "the id of a release or candidate",
+        f"nothing here is called {wanted[:80]!r}; give a receipt or another id of an answer, a report's id (rep_…), "
+        "the id of a release or candidate, or of what was asked for (ask_…)",
         param="id",
     )
+    if is_ask(wanted) and (told := await _asked(asked, wanted, scenarios, page)) is not None:
+        return told
     receipt = parse_receipt(wanted)
     names = [wanted] if receipt is None or receipt == wanted else [wanted, receipt]
     if (found := await _entry(asked, names, scenarios)) is None:
@@ -60,6 +63,30 @@ async def explain(asked: Why, wanted: str, scenarios: Sequence[str], page: Page)
         if (story := await asked.erased([imported[name]], name, page)) is not None:
             return story
     raise missing
+
+
+async def _asked(asked: Why, wanted: str, scenarios: Sequence[str], page: Page) -> AskStory | None:
+    """What a person asked for, and what came of it: of a held edit, what was decided since."""
+    try:
+        found = await asyncio.to_thread(asked.asks.get, wanted) if asked.asks is not None else None
+    except MissingError:
+        return None
+    if found is None or found.scenario not in scenarios:
+        return None
+    candidate: CandidateStory | None = None
+    unknown: tuple[str, ...] = ()
+    if found.candidate is not None:
+        try:
+            story = await asked.release(await asked.find(found.candidate, [found.scenario]), page)
+        except (ChainError, MissingError) as error:
+            unknown = (f"the candidate {found.candidate} that came of it cannot be read: {error.message}",)
+        else:
+            candidate = story if isinstance(story, CandidateStory) else None
+    state: str = found.state
+    said, became = found.said, candidate.became if candidate else None
+    if candidate is not None and state == "held" and (decided := BECAME.get(candidate.state)) is not None:
+        state, said = decided, candidate.looks[0].reason if decided == "rejected" and candidate.looks else said
+    return AskStory(found.id, found.scenario, found, state, said, candidate, became, unknown)
 
 
 async def _entry(asked: Why, names: Sequence[str], scenarios: Sequence[str]) -> Record | Report | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from reef.core.errors import ReefError
+from reef.core.errors import ReefError, StoreError
 from reef.core.ids import new_receipt
 from reef.core.nouns import Usage
 from reef.harness import agents
@@ -96,9 +96,9 @@ def flaw(path: str) -> str | None:
 class Rooms:
     """Runs episodes in rooms, `width` at a time over all scenarios.
 
-    `address` is a gateway's; `token` makes the secret of (scenario, release, seconds) and may block. `folder` is for
-    transcripts on their way: it is emptied here, so one process at a time has it. `usage` says what answers with these
-    receipts cost, where that is known.
+    `address` is a gateway's; `token` makes the secret of (scenario, release, seconds) and `ended` takes it back; both
+    may block. `folder` is for transcripts on their way: it is emptied here, so one process at a time has it. `usage`
+    says what answers with these receipts cost, where that is known.
     """
 
     address: str
@@ -108,6 +108,7 @@ class Rooms:
     width: int = 2
     limits: Limits = field(default_factory=Limits)
     usage: Callable[[Sequence[str]], Awaitable[Usage]] | None = None
+    ended: Callable[[str], None] = lambda _: None
     _free: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,11 +151,17 @@ class _Episode:
     found: Found
 
     async def run(self, tree: Mapping[str, str], scenario: str, release_id: str) -> Outcome:
-        job, limits = self.job, self.rooms.limits
         began = time.monotonic()
-        lasts = job.seconds + START + GRACE
+        lasts = self.job.seconds + START + GRACE
         token = await asyncio.to_thread(self.rooms.token, scenario, release_id, lasts)
-        made = time.monotonic()
+        try:
+            return await self._run(tree, token, began)
+        finally:
+            with contextlib.suppress(StoreError):  # it ends by itself, later
+                await asyncio.to_thread(self.rooms.ended, token)
+
+    async def _run(self, tree: Mapping[str, str], token: str, began: float) -> Outcome:
+        job, limits, made = self.job, self.rooms.limits, time.monotonic()
         files = {f"{_ROOT}/{path}": text for path, text in tree.items()}
         files |= {f"work/{path}": text for path, text in job.files.items()}
         porter = Porter(self.rooms.address, limits.calls)

@@ -30,8 +30,8 @@ LINES, LENGTH = 20, 300  # failures that are told, and the characters of each
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("reef", "report this run to Reef (REEF_URL, REEF_TOKEN, REEF_SCENARIO)")
     group.addoption(
-        "--reef-session", metavar="ID", nargs="?", const=os.environ.get("REEF_SESSION"),
-        help="score a session: its id as the client sent it (default: REEF_SESSION)",
+        "--reef-session", metavar="ID", nargs="?", const=os.environ.get("REEF_SESSION") or "",
+        help="score a session: its id as the client sent it (default: REEF_SESSION); write it with =, before a file",
     )  # fmt: skip
     group.addoption("--reef-record", metavar="RECEIPT", help="score an answer, by its x-reef-agent-record-id header")
     group.addoption("--reef-share", action="store_true", help="score: the share of tests that passed, not 1 or 0")
@@ -40,8 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     about = _about(config.getoption("reef_record", None), config.getoption("reef_session", None))
     about = about or _about(os.environ.get("REEF_RECORD"), None)
-    if about and not hasattr(config, "workerinput") and not config.getoption("collectonly", False):
-        config.pluginmanager.register(Exam(about, bool(config.getoption("reef_share", False))), "reef-exam")
+    share = bool(config.getoption("reef_share", False))
+    asked = bool(about) or share or config.getoption("reef_session", None) is not None
+    if asked and not hasattr(config, "workerinput") and not config.getoption("collectonly", False):
+        config.pluginmanager.register(Exam(about, share), "reef-exam")
 
 
 def _about(record: str | None, session: str | None) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Exam:
         try:
             self.line = self._finish(int(exitstatus))
         except Exception as error:
-            self.line = f"reef: warning: the run was not reported: {type(error).__name__}: {error}"
+            self.line = _plain(f"reef: warning: the run was not reported: {type(error).__name__}: {error}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.line is not None:
@@ -92,9 +94,14 @@ class Exam:
             said = str(getattr(crash, "message", "") or report.longreprtext).strip().splitlines() or [""]
             why = next((line[1:].strip() for line in said if line.startswith("E ")), said[0])
             word = "FAILED" if what == "failed" else "ERROR"
-            self.failures.append(f"{word} {report.nodeid} - {why}"[:LENGTH])
+            self.failures.append(_redacted(f"{word} {report.nodeid} - {why}")[:LENGTH])
 
     def _finish(self, status: int) -> str:
+        if not self.about:
+            return (
+                "reef: warning: the run was not reported: nothing says what it is about; give --reef-session=ID "
+                "(without an ID: the one in REEF_SESSION, if that is set) or --reef-record=RECEIPT"
+            )
         bad = self.counts["failed"] + self.counts["errors"]
         ran = self.counts["passed"] + bad
         if self.stopped or not ran or (status not in (0, 1) and not bad):
@@ -107,6 +114,17 @@ class Exam:
             body["feedback"] = "\n".join([f"{bad} of {ran} tests failed:", *self.failures, *more])
         made = tell(body)
         return f"reef: reported score {score:g} as {made}"
+
+
+def _redacted(text: str) -> str:
+    """Without the token: a failure shows what a test compared, and feedback is read by models."""
+    token = os.environ.get("REEF_TOKEN", "")
+    return text.replace(token, "[token]") if len(token) >= 6 else text
+
+
+def _plain(text: str) -> str:
+    """One line that no terminal acts on: a server's words may be anything."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)[:1000]
 
 
 def tell(body: Mapping[str, Any]) -> str:
@@ -131,14 +149,18 @@ def tell(body: Mapping[str, Any]) -> str:
 
 def _send(data: bytes) -> str:
     """No redirect is followed and no proxy used: the token goes to the address that was named, and nowhere else."""
-    url = urlsplit(os.environ.get("REEF_URL") or "http://127.0.0.1:8900")
+    named = os.environ.get("REEF_URL") or "http://127.0.0.1:8900"
+    url = urlsplit(named)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        shown = named.rpartition("@")[2][:80]
+        raise ValueError(f"REEF_URL is {shown!r}, which is no address: write it as http://host:port")
     headers = {"content-type": "application/json", "user-agent": "reef-pytest"}
     if token := os.environ.get("REEF_TOKEN"):
         headers["authorization"] = f"Bearer {token}"
     if scenario := os.environ.get("REEF_SCENARIO"):
         headers["x-reef-scenario"] = scenario
     kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    line = kind(url.hostname or "127.0.0.1", url.port, timeout=SECONDS)
+    line = kind(url.hostname, url.port, timeout=SECONDS)
     try:
         line.request("POST", url.path.rstrip("/").removesuffix("/v1") + "/reef/report", data, headers)
         answer = line.getresponse()

@@ -30,7 +30,6 @@ ROOM = "/room"
 STEP = 0.1  # seconds between two looks at the limits
 TAIL = 8 * 1024  # bytes of each output that are told
 DEEP, MANY = 8, 2000  # folders below each other, and files, that are looked through for what is copied
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def tell(link: socket.socket, said: Any) -> None:
@@ -187,18 +186,20 @@ def _over(asked: dict[str, Any], seconds: float) -> str | None:
 
 
 def _load() -> tuple[int, int]:
-    """How many processes there are but this one, and how many bytes they hold for themselves. Files count as disk."""
-    count = pages = 0
+    """How many processes there are but this one, and how many bytes they hold. Files count as disk, but memory that is
+    shared is of no file, and of each that has it."""
+    count = held = 0
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             count += 1
             try:
-                with open(f"/proc/{name}/statm") as file:
-                    words = file.read().split()
-                pages += int(words[1]) - int(words[2])
-            except (OSError, IndexError):
+                with open(f"/proc/{name}/status") as file:
+                    for line in file:
+                        if line.startswith(("RssAnon:", "RssShmem:")):
+                            held += int(line.split()[1]) << 10
+            except (OSError, IndexError, ValueError):
                 continue
-    return count, pages * PAGE
+    return count, held
 
 
 def _end(pid: int, status: int | None) -> int:

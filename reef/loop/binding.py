@@ -176,6 +176,10 @@ class Work:
     def decided(self, verdict: str, reason: str, release: str | None, step: int) -> None:
         self.last = _last(verdict, reason, release, self.timings, step)
 
+    def enter(self, state: State) -> None:
+        """A phase begins: how far the one before was is not true of it."""
+        self.state, self.progress = state, None
+
     def failed(self, error: Exception, *, longest: float) -> None:
         """Rest twice as long after each failure in a row, from half a second up to `longest`."""
         self.failures += 1

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from reef.cordis import hold
 from reef.cordis.compose import propose
+from reef.cordis.screen import masked
 from reef.core.errors import MissingError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.nouns import Batch, Evaluation, Release, Report, Unit
@@ -112,7 +113,7 @@ async def _proposed(
         failpoint("loop.before_search")
         bench = Workbench(place, ask, tools, binding, work, head)
         work.sought = order.message.batch_id
-        work.search = asyncio.create_task(recipe.search(found, before, bench), name=f"search {work.scenario}")
+        work.search = asyncio.create_task(_sought(recipe, found, before, bench), name=f"search {work.scenario}")
         return None
     if not work.search.done():
         return None
@@ -122,8 +123,17 @@ async def _proposed(
     proposed = _plain(search.result())
     failpoint("loop.after_search")
     if ask is not None and proposed.mutations and not proposed.reason:
-        proposed = replace(proposed, reason=asks.line(str(ask.body.get("text") or "")))
+        proposed = replace(proposed, reason=asks.line(masked(str(ask.body.get("text") or ""))))
     return proposed
+
+
+async def _sought(recipe: Any, found: Batch | None, before: Sequence[tree.Entry], bench: Workbench) -> Proposed:
+    """A recipe's search. One that ends the program has failed: it would end all learning, again at each start."""
+    try:
+        made: Proposed = await recipe.search(found, before, bench)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise TrainError(f"the search for an edit raised {type(error).__name__}; look at the recipe") from error
+    return made
 
 
 async def _concerned(tools: Tools, ask: Ask) -> list[Unit]:
@@ -137,9 +147,9 @@ async def _concerned(tools: Tools, ask: Ask) -> list[Unit]:
 
 
 def _plain(found: Proposed) -> Proposed:
-    """A recipe's proposal as it can be kept: a reason of one line, metrics that are numbers."""
+    """A recipe's proposal as it can be kept: a reason of one line and without secrets, metrics that are numbers."""
     numbers = {str(name): float(value) for name, value in found.metrics.items() if math.isfinite(value)}
-    return Proposed(tuple(found.mutations), asks.line(found.reason), numbers)
+    return Proposed(tuple(found.mutations), asks.line(masked(found.reason)), numbers)
 
 
 async def working(tools: Tools, head: Release, line: Line) -> tuple[tree.Entry, ...]:

@@ -208,7 +208,8 @@ class _Update:
         over is finished all the same: a trainer may be at work on it, and units must not be free while that can still
         end well."""
         tools, work, step = self.tools, self.work, order.message
-        work.state, work.line, work.step = "training", step.line, step.step - 1
+        work.enter("training")
+        work.line, work.step = step.line, step.step - 1
         began = time.monotonic()
         made: Mapping[str, float] | Unmade | None
         try:
@@ -278,7 +279,7 @@ class _Update:
     async def _look(self, head: Release, line: Line) -> None:
         """The gate looks at the line's newest step. Accepted, it is published and served."""
         work, tools = self.work, self.tools
-        work.state = "evaluating"
+        work.enter("evaluating")
         began = time.monotonic()
         wanted = written(tools.training, work.scenario, line) if line.part == "harness" else []
         draft = await self._draft(line, wanted)
@@ -301,13 +302,13 @@ class _Update:
                 if ruling == "reject":
                     await self._forget()
                 return
-            work.state = "publishing"
+            work.enter("publishing")
             draft = replace(draft, operation="publish", evaluation=evaluation, reason=because(wanted, evaluation))
             try:
                 release = await asyncio.to_thread(tools.chain.publish, work.scenario, draft, head.id)
             except StaleHead:
                 # Somebody published or rolled back meanwhile. Another part's release: judge again beside it.
-                work.state = "evaluating"
+                work.enter("evaluating")
                 head = await tools.head(work.scenario) or head
                 if (await self._line(head)).name != line.name:
                     return  # the line stands on a release that is no longer served; the next one starts from the head
@@ -357,16 +358,18 @@ class _Update:
         evaluation = replace(evaluation, looks=line.looks + 1)
         asked = line.asked > line.looked
         if acts and (evaluation.verdict == "accept" or (asked and evaluation.verdict == "undecided")):
-            evaluation = replace(evaluation, reason=f"{evaluation.reason} (held: {'; '.join(acts)})")
+            evaluation = replace(evaluation, reason=f"Held for a person: {'; '.join(acts)}. {evaluation.reason}")
         if asked and evaluation.verdict == "undecided":
-            return "hold", replace(evaluation, reason=f"{evaluation.reason} (undecided, so a person decides)")
+            return "hold", replace(evaluation, reason=f"Undecided, so a person decides. {evaluation.reason}")
         if evaluation.verdict == "accept":
             if (pin := await asyncio.to_thread(self.tools.journal.pinned, self.work.scenario)) is not None:
                 said = f": {pin.reason}" if pin.reason else ""
-                held = f"held, because {pin.actor} pinned the scenario to {pin.release_id[:12]}{said}"
-                return "hold", replace(evaluation, reason=f"{evaluation.reason} ({held})")
-            if self.binding.mode == "review" or acts:
+                held = f"Held, because {pin.actor} pinned the scenario to {pin.release_id[:12]}{said}"
+                return "hold", replace(evaluation, reason=f"{held}. {evaluation.reason}")
+            if acts:
                 return "hold", evaluation
+            if self.binding.mode == "review":
+                return "hold", replace(evaluation, reason=f"Held, because a person reviews. {evaluation.reason}")
         if evaluation.verdict == "undecided" and evaluation.looks >= self.binding.patience:
             reason = f"{evaluation.reason} (still undecided after {evaluation.looks} looks)"
             return "reject", replace(evaluation, verdict="reject", reason=reason)

@@ -23,6 +23,7 @@ from reef.recipe.bench import Bench
 REFUSED: Final = frozenset({400, 404, 405, 413, 415, 422})
 """What a provider answers to a request that is wrong by itself, such as one that is too long: nobody is away."""
 LONGEST: Final = 64_000  # characters of an answer that are read: its end, where models put what counts
+WAITED: Final = 1800.0  # seconds that code may take: meanwhile nobody else's edit of the scenario gets its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Writer:
             return Written("", f"the prompt was refused: {error.message}")
         except ReefError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # code that ends itself must not end the learner
             if not self.coded:
                 raise
             return Written("", f"{self.name} failed: {type(error).__name__}: {error}")
@@ -74,8 +75,14 @@ class Writer:
 
     async def _call(self, prompt: str) -> Any:
         made = load(str(self.name), what="writer")
-        answer = made(prompt) if inspect.iscoroutinefunction(made) else await asyncio.to_thread(made, prompt)
-        return await answer if inspect.isawaitable(answer) else answer
+        try:
+            async with asyncio.timeout(WAITED) as limit:
+                answer = made(prompt) if inspect.iscoroutinefunction(made) else await asyncio.to_thread(made, prompt)
+                return await answer if inspect.isawaitable(answer) else answer
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no answer within {WAITED:g} s") from None
+            raise
 
 
 def check(recipe: Any, name: str) -> None:

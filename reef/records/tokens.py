@@ -110,6 +110,11 @@ class TokenTable:
         name = EPISODE + secrets.token_hex(8)
         return self._insert(name, frozenset({"infer"}), (scenario,), Quota(), _seconds(seconds), release_id)
 
+    def end(self, secret: str) -> None:
+        """An episode is over: its token is gone. Others are revoked by name."""
+        with self._board.change() as db:
+            db.execute("DELETE FROM tokens WHERE digest = ? AND name GLOB ?", (digest(secret), EPISODE + "*"))
+
     def list(self) -> list[Grant]:
         """Every row, revoked and expired ones too, by name."""
         with self._board.look() as db:

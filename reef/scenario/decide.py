@@ -45,7 +45,7 @@ def promote(
         if last is not None and last.verdict == "reject" and not force:
             raise ConflictError(
                 f"candidate {candidate.id[:12]} was turned down by {_who(last)}: {last.reason}. "
-                "Promote it with force if it is meant all the same",
+                "Promote it with --force if it is meant all the same",
                 param="candidate_id",
             )
         if last is not None and last.verdict == "accept" and last.release is not None:

@@ -32,6 +32,9 @@ went in."""
 LONGEST_REASON = 1000
 """Characters."""
 
+PAGE = 100
+"""Releases that are read at once where all are looked through."""
+
 PERIOD = 0.05
 """Seconds between two looks of a Watch at the board."""
 
@@ -170,7 +173,8 @@ def promote(
     if candidate.operation != "candidate":
         raise InputError(f"{candidate_id} is a release, not a candidate: roll back to it instead", param="candidate_id")
     found = evaluation or Evaluation("person", "accept", reason or f"promoted by {actor}", candidate.id, "")
-    made = replace(candidate, actor=actor, reason=reason, evaluation=replace(found, candidate_id=candidate.id))
+    said = _both(reason, candidate.reason)
+    made = replace(candidate, actor=actor, reason=said, evaluation=replace(found, candidate_id=candidate.id))
     head = _follow(lambda: _lift(made, chain, board, expected, force), expected)
     return _serve(name, head, chain, board)
 
@@ -299,9 +303,16 @@ def _lift(made: Release, chain: ReleaseChain, board: Board, expected: str | None
     _unpinned(name, board)
     stands = head.parts.get(part) == base.parts.get(part) and (part != "weights" or head.step == base.step)
     if not (stands or force):
+        if (once := _promoted(made, head, chain)) is not None:
+            raise ConflictError(
+                f"candidate {made.id[:12]} is release {once.seq} ({once.id[:12]}) already, and {name} has other {part} "
+                f"since; to serve it again: reef rollback {once.seq} -s {name}",
+                param="candidate_id",
+            )
         raise ConflictError(
             f"candidate {made.id[:12]} was made from the {part} of release {base.id[:12]} and measured against it; "
-            f"{name} has other {part} since (its head is {head.id[:12]}). Promote it with force, or wait for a new one",
+            f"{name} has other {part} since (its head is {head.id[:12]}). Promote it with --force, or wait for a new "
+            "one",
             param="candidate_id",
         )
     whole(chain, made)
@@ -345,6 +356,24 @@ def _lifted(candidate: Release, head: Release, part: PartName, chain: ReleaseCha
             return node
         node = chain.get(node.parent) if node.operation == "publish" and node.parent else None
     return None
+
+
+def _promoted(candidate: Release, head: Release, chain: ReleaseChain) -> Release | None:
+    """The newest release that this candidate was made into, however long ago its part was replaced."""
+    page = [head]
+    while page:
+        for node in page:
+            if node.operation == "promote" and node.evaluation and node.evaluation.candidate_id == candidate.id:
+                return node
+        page = chain.history(head.scenario, PAGE, page[-1].id)
+    return None
+
+
+def _both(reason: str, proposed: str) -> str:
+    """Why a person promoted a candidate, and why it was proposed: neither is lost."""
+    if not reason or not proposed or proposed in reason:
+        return reason or proposed
+    return f"{reason} (proposed: {proposed})"
 
 
 def _again(release: Release, part: PartName, chain: ReleaseChain) -> NewPart:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reef.core.nouns import Act, Evaluation, PartName, Record, Release, Report
+from reef.records.queue import Ask
 from reef.scenario.audit import Ruling
 from reef.scenario.origin import Origin
 
@@ -16,6 +17,8 @@ SHOWN = 20
 MOST = 500
 STATES = ("held", "rejected", "undecided", "released", "promoted", "open", "unknown")
 """Of a candidate; see `state_of`."""
+BECAME = {"promoted": "accepted", "released": "accepted", "rejected": "rejected"}
+"""A held candidate's state, as its ask's: a person has decided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,22 @@ class ReportStory:
     kind: str = "report"
 
 
+@dataclass(frozen=True, slots=True)
+class AskStory:
+    """What a person asked for. `state` and `said` are what came of it, also what a person decided since; `candidate`
+    is the edit that was made, if it is kept."""
+
+    id: str
+    scenario: str
+    ask: Ask
+    state: str
+    said: str
+    candidate: CandidateStory | None
+    release: Brief | None
+    unknown: tuple[str, ...]
+    kind: str = "ask"
+
+
 OPEN, NEVER, WAITS, DONE = range(4)
 """How much a sentence settles, where a record has several: it trained, it waits, it never will, or less."""
 
@@ -196,4 +215,4 @@ class Told:
     rank: int = NEVER
 
 
-Story = ReleaseStory | CandidateStory | RecordStory | ReportStory
+Story = ReleaseStory | CandidateStory | RecordStory | ReportStory | AskStory

@@ -20,6 +20,7 @@ from reef.core.errors import ChainError, MissingError, StoreError
 from reef.core.nouns import Act, PartName, Record, Release, Report
 from reef.records import RecordStore
 from reef.records.journal import Journal
+from reef.records.queue import Queue
 from reef.releases import ReleaseChain
 from reef.scenario import origin
 from reef.scenario.audit import FATES, Audit, Fate, Ruling
@@ -55,6 +56,7 @@ class Why:
     journal: Journal
     audit: Audit
     family: Family = field(repr=False)
+    asks: Queue | None = None  # what people asked for
 
     async def find(self, release_id: str, within: Collection[str] | None = None) -> Release:
         """A release or candidate, by id or unique prefix; of these scenarios, if any are given."""

@@ -119,6 +119,9 @@ def test_printed_settings_point_at_reef_and_leave_the_rules_to_the_requests(plac
     assert "demo" in said
     assert "REEF_TOKEN" in said
     assert "x-reef-harness" not in said
+    assert "REEF_NOTICE" not in said  # only the wrapper sets these
+    assert "REEF_RUN" not in said
+    assert ("reef-session.ts" in said) == (name == "pi")  # which works without it
     assert not Path("ran").exists()
     for block in said.split("\n\n# ")[1:]:
         path, _, text = block.partition("\n")
@@ -135,3 +138,11 @@ def test_sdks(place, capfd, sdk):
     python = said.partition("# Python\n")[2]
     compile(python.replace("[...]", "[]"), "snippet", "exec")
     assert f"base_url={url!r}" in python
+
+
+@pytest.mark.parametrize("words", [["pi"], ["pi", "--print"], ["openai"]])
+def test_a_scenario_that_no_scenario_is_called_is_said_so(place, server, capsys, words):
+    url, asked = server
+    assert main(["connect", *words, "--url", url, "-s", "é"]) != 0
+    assert "a scenario's name is" in capsys.readouterr().err
+    assert asked == []

@@ -310,6 +310,17 @@ def test_records_and_releases_that_do_not_know_each_other(site, capsys):
     assert doctor(capsys) == (0, {})
 
 
+def test_what_a_person_asked_for_is_no_record(site, capsys):
+    chain, board = opened()
+    head = chain.head("default")
+    asked = {"weights": Consumed(3, ("ask_one",))}
+    draft = Draft("publish", {"weights": weights(3)}, base=head.id, step=3, consumed=asked)
+    serving.tell(chain.publish("default", draft, head.id), board)
+    serving.align("default", chain, board)
+    board.close()
+    assert doctor(capsys) == (0, {})
+
+
 def test_steps_that_are_damaged_or_stand_on_nothing(site, capsys):
     chain, board = opened()
     board.close()

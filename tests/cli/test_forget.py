@@ -156,6 +156,21 @@ def test_wrong_words(folder):
         assert (found, message in err) == (code, True), err
 
 
+def test_a_rollback_for_what_is_gone_already_says_how_to_go_back(folder):
+    Story(folder)
+    assert folder.run("forget", "--session", "a", "--yes")[0] == 0
+    code, out, err = folder.run("forget", "--session", "a", "--yes", "--rollback")
+    assert (code, out, "`reef rollback N`" in err) == (1, "", True)
+    assert folder.head.reason == "3"
+    assert folder.run("forget", "--session", "a", "--yes")[0] == 0
+
+
+def test_a_server_that_the_environment_names_is_said_to_be_the_cause(folder, monkeypatch):
+    monkeypatch.setenv("REEF_URL", "http://127.0.0.1:9")
+    code, _, err = folder.run("forget", "--session", "a", "--yes")
+    assert (code, "--url or REEF_URL names a server" in err) == (2, True)
+
+
 def test_what_a_chain_cites(folder):
     story = Story(folder)
     chain = folder.gateway.chain

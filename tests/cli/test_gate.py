@@ -395,3 +395,18 @@ def test_a_request_chooses_no_files_or_code_for_a_recipe(wanted, field):
         bind.harmless(settings, settings.scenario("new", wanted))
     assert error.value.param == field
     bind.harmless(settings, settings.scenario("new", {"recipe": "gepa", "tasks": "mine.jsonl", "seed": 3}))
+
+
+def test_a_recipe_s_tasks_lie_beside_the_file_and_are_read_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    file = tmp_path / "conf" / "reef.yaml"
+    file.write_text(
+        "reef: {recipe: gepa, tasks: mine.jsonl}\nscenarios: {other: {recipes: [{use: gepa, tasks: mine.jsonl}]}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    loaded = load(file, environment={})
+    with pytest.raises(ConfigError, match=r"reef.yaml:1: tasks: cannot read the suite .*conf/mine.jsonl"):
+        bind.check(loaded.settings, loaded.values, loaded.place)
+    (tmp_path / "conf" / "mine.jsonl").write_text('{"prompt": "2+3?", "scorer": "number", "answer": 5}\n')
+    bound = bind.check(loaded.settings, loaded.values, loaded.place)
+    assert {one.recipes["harness"].tasks for one in bound.values()} == {str(tmp_path / "conf" / "mine.jsonl")}

@@ -161,6 +161,15 @@ def test_releases_with_all_do_not_call_held_what_was_decided(folder, life, where
         assert sorted(said) == sorted([(rejected.id[:10], "rejected"), (waiting.id[:10], "held")])
 
 
+def test_releases_show_why_a_harness_was_changed_and_what_the_gate_said(folder, life, where):
+    held = life.hold(text="Be brief.")
+    with where():
+        assert folder.run("promote", held.id, "--reason", "users shout")[0] == 0
+        (line,) = [line for line in folder.run("releases")[1].splitlines() if " promote " in line]
+        assert "users shout" in line
+        assert line.index("users shout") < line.index(folder.head.evaluation.reason)
+
+
 def test_the_status_says_what_waits_and_what_is_pinned(folder, life):
     life.hold()
     with folder.serving(audit=Audit(folder.path / "learn.db")):

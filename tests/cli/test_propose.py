@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import pytest
 
+from reef.cli import propose
 from reef.cli.bind import bind
 from reef.cli.main import main
 from reef.cli.route import instructed, nowhere
@@ -56,3 +59,18 @@ def test_without_a_server_the_next_step_is_said(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("REEF_URL", "http://127.0.0.1:9")
     assert main(["propose", "Be kind."]) == 1
     assert "reef serve" in capfd.readouterr().err
+
+
+def test_one_mutation_may_stand_alone_in_the_file(tmp_path):
+    file, mutation = tmp_path / "one.json", {"op": "remove", "id": "calm"}
+    for given in (mutation, [mutation], {"mutations": [mutation]}):
+        file.write_text(json.dumps(given))
+        args = argparse.Namespace(text="why", file=str(file), session=None)
+        assert propose._asked(args) == (propose.ROUTE, {"mutations": [mutation], "reason": "why"})
+
+
+@pytest.mark.parametrize(("part", "code"), [("harness", 1), ("weights", 0)])
+def test_an_ask_of_which_no_edit_came_is_a_failure(part, code, capfd):
+    found = {"id": "ask_a", "scenario": "default", "part": part, "state": "done", "said": "s", "candidate": None}
+    assert propose._tell(None, found, argparse.Namespace(json=False)) == code
+    assert ("nothing was changed: no edit came of it" in capfd.readouterr().out) == bool(code)

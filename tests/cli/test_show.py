@@ -204,7 +204,10 @@ class Lines:
 def test_an_unknown_scenario_names_the_command(reef):
     for words in (("releases",), ("records",), ("records", "--reports"), ("rollback", "0")):
         code, _, err = reef(*words, "-s", "nope")
-        assert (code, err) == (1, "reef: no scenario 'nope'; `reef scenarios` lists them\n")
+        assert (code, err) == (
+            1,
+            "reef: no scenario 'nope'; `reef scenarios` lists them, POST /reef/scenarios makes one\n",
+        )
 
 
 def test_the_banner_names_the_program_as_it_is_started_here(server, reef):

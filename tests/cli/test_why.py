@@ -12,6 +12,7 @@ from reef.gateway import health
 from reef.loop.audit import Audit
 from reef.loop.ledger import Ledger
 from reef.records import keep
+from reef.records.queue import Queue
 from tests.cli.kept import Folder
 from tests.gateway.life import Life
 from tests.gateway.test_imports import build, build_report
@@ -142,3 +143,16 @@ def test_what_is_not_there_is_said(folder, story, where):
             code, out, err = folder.run("why", name)
             assert (code, out) == (1, "")
             assert "reef releases" in err or "give a receipt" in err
+
+
+def test_an_ask_is_told(folder, story, where):
+    life = Life(folder.path, folder.gateway.chain, folder.gateway.board)
+    held = life.hold(text="Be brief.")
+    queue = Queue(folder.gateway.board)
+    queue.put("default", "harness", "proposal", {"mutations": [], "reason": "we are slow"}, actor="eve", id="ask_one")
+    queue.tell("ask_one", "held", "it runs code", candidate=held.id)
+    with where():
+        code, out, err = folder.run("why", "ask_one")
+        assert (code, err) == (0, "")
+        for said in ("ask ask_one of default", "proposal by eve", "we are slow", "it runs code", held.id):
+            assert said in out

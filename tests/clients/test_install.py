@@ -31,6 +31,7 @@ class Home:
 
     def __init__(self, folder, served, scenario):
         self.served, self.scenario = served, scenario
+        served.client.post("/reef/scenarios", json={"name": scenario})
         self.home, self.work = folder / "a home's", folder / "work"
         for made in (self.home, self.work):
             made.mkdir()

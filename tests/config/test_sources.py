@@ -84,6 +84,8 @@ def test_settings_survive_json(write):
         ("reef:\n  port: high\n", "r.yaml:2: reef.port: input should be a valid integer"),
         ("reef:\n  port: 70000\n", "r.yaml:2: reef.port: input should be less than or equal to 65535"),
         ("reef:\n  host: 0.0.0.0\n  auth: none\n", "r.yaml:3: reef: auth: none is allowed on loopback only"),
+        ("reef:\n  public_url: reef.example.org\n", "r.yaml:2: reef.public_url: write it as https://host or"),
+        ("reef:\n  public_url: https://a/$(id)\n", "r.yaml:2: reef.public_url: write it as https://host or"),
         ("gate:\n  policy: better\n", "r.yaml:2: gate: policy better compares scores on a suite"),
         ("reef:\n  engine: up\n", "reef.engine is 'up'"),
         ("engines:\n  up:\n    kind: upstream\n", "r.yaml:2: engines.up: an upstream engine needs url"),

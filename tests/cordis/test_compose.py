@@ -43,6 +43,8 @@ def test_the_three_operations_in_order():
         ([create("a")], "already"),
         ([Mutation("update", "z", None, {"text": "x"})], "no entry"),
         ([Mutation("remove", "z")], "no entry"),
+        ([Mutation("remove", "a", None, {"apiKey": "sk-aaaabbbbccccdddd1111"})], "the id alone"),
+        ([Mutation("remove", "a", "skill")], "the id alone"),
         ([Mutation("move", "a")], "unknown operation"),
         ([create("c", kind="shell")], "unknown kind"),
         ([Mutation("create", "c", None, {"text": "x"})], "unknown kind"),

@@ -22,7 +22,12 @@ def test_what_is_visible_holds_nothing_hidden_and_all_the_rest(text):
 def test_folding_twice_is_folding_once_for_ascii_and_never_fails(text):
     assert not any(unicodedata.category(sign) in ("Cf", "Mn") for sign in fold(text))
     if text.isascii():
-        assert fold(text) == text
+        assert fold(fold(text)) == fold(text)
+        assert fold(text).split() == text.split()
+
+
+def test_a_gap_between_words_is_one_blank_or_one_empty_line():
+    assert fold("a \t  b\u2028c\td\n e\n\t\n \n\nf") == "a b c\td\n e\n\nf"
 
 
 ALIKE = ["ｉｇｎｏｒｅ", "іgnоrе", "íg\u0308nore", "ig\u200bno\u2060re", "ig\ufe0fnore", "ig\u115fnore", "ιgnοre"]

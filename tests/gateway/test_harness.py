@@ -8,6 +8,7 @@ import re
 import pytest
 
 from reef.core.errors import ModelError
+from reef.core.nouns import Evaluation
 from reef.engines.fake import FakeEngine
 from reef.gateway.auth import Token, Tokens
 from reef.gateway.context import Target
@@ -26,10 +27,11 @@ def skill(name, text="Run them."):
     return Entry(name, "skill", {"name": name, "description": "When code changed.", "text": text})
 
 
-def publish(gateway, *entries, reason="", scenario="default"):
+def publish(gateway, *entries, reason="", scenario="default", evaluation=None):
     part = NewPart("tree", {FILE: write(entries)})
     head = gateway.chain.head(scenario)
-    release = gateway.chain.publish(scenario, Draft("publish", {"harness": part}, reason=reason), head.id)
+    draft = Draft("publish", {"harness": part}, reason=reason, evaluation=evaluation)
+    release = gateway.chain.publish(scenario, draft, head.id)
     gateway.board.flip(scenario, release.id)
     gateway.context.watch.refresh()
     return release.id
@@ -86,6 +88,42 @@ async def test_what_changed_since(gateway, client):
     assert (await client.get(ROUTE, params={"since": "0" * 40})).json()["changes"] is None
 
 
+async def whys(client, since):
+    changes = (await client.get(ROUTE, params={"since": since, "brief": "true"})).json()["changes"]
+    return [release["why"] for release in changes["releases"]]
+
+
+async def back(client, to, reason=""):
+    body = {"release_id": to, "reason": reason}
+    done = await client.post("/reef/scenarios/default/rollback", json=body)
+    assert done.status_code == 200, done.text
+
+
+async def test_what_a_rollback_undid_is_not_told_of(gateway, client):
+    ids = [publish(gateway, rule("one", f"Text {seq}."), reason=f"reason {seq}") for seq in range(1, 7)]
+    await back(client, ids[2])
+    assert await whys(client, ids[3]) == ["rolled back to release 3"]
+    assert await whys(client, ids[1]) == ["rolled back to release 3", "reason 3"]
+    assert await whys(client, ids[2]) == []  # its files are the same
+    publish(gateway, rule("one", "Text 8."), reason="reason 8")
+    assert await whys(client, ids[4]) == ["reason 8", "rolled back to release 3"]
+    assert await whys(client, ids[2]) == ["reason 8"]
+    await back(client, ids[4], "it was good")
+    assert await whys(client, ids[2]) == ["rolled back to release 5: it was good", "reason 5", "reason 4"]
+
+
+async def test_why_is_told_without_the_gate_and_the_reports(gateway, client):
+    base = publish(gateway, rule("one", "Be brief."))
+    gate = Evaluation("guarded", "accept", "Accepted: all 13 guards hold; not measured: one (two).", "c", base)
+    reports = ", ".join(f"rep_{place:032x}" for place in range(3))
+    said = f"evolve: shorter (is better) (from {reports} and 4 more) ({gate.reason})"
+    publish(gateway, rule("one", "Be briefer."), reason=said, evaluation=gate)
+    publish(gateway, rule("one", "Be silent."), reason=gate.reason, evaluation=gate)
+    assert await whys(client, base) == ["", "evolve: shorter (is better)"]
+    changes = (await client.get(ROUTE, params={"since": base})).json()["changes"]
+    assert [release["reason"] for release in changes["releases"]] == [gate.reason, said]
+
+
 async def test_releases_that_changed_it(gateway, client):
     assert (await client.get(f"{ROUTE}/releases")).json() == {"releases": [], "next": None}
     ids = [publish(gateway, rule("one", "Be brief."), reason="first")]
@@ -131,7 +169,7 @@ async def test_rights(gateway):
 async def test_an_earlier_release_by_id_or_prefix(gateway, client):
     old = publish(gateway, rule("one", "Be brief."))
     publish(gateway, rule("one", "Be briefer."))
-    for id_ in (old, old[:12]):
+    for id_ in (old, old[:12], "1", 1):
         body = (await client.get(ROUTE, params={"release_id": id_})).json()
         assert body["release_id"] == old
         assert body["entries"][0]["config"]["text"] == "Be brief."
@@ -143,6 +181,7 @@ async def test_an_earlier_release_by_id_or_prefix(gateway, client):
     ("path", "status", "says"),
     [
         (f"{ROUTE}?release_id={'0' * 40}", 404, "no release"),
+        (f"{ROUTE}?release_id=7", 404, "no release number 7; `reef releases` lists them"),
         (f"{ROUTE}?adapter=vim", 400, "pi, opencode, codex, claude"),
         (f"{ROUTE}?adapter=os:path", 400, "no adapter"),
         (f"{ROUTE}?adaptor=pi", 400, "no parameter 'adaptor'"),
@@ -157,6 +196,13 @@ async def test_refusals_say_what_to_do(client, path, status, says):
     answer = await client.get(path)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [ROUTE, f"{INSTALL}?adapter=pi", f"{ROUTE}/releases"])
+async def test_reading_makes_no_scenario(gateway, client, path):
+    answer = await client.get(path, headers={"x-reef-scenario": "new"})
+    assert (answer.status_code, "POST /reef/scenarios makes one" in answer.text) == (404, True)
+    assert gateway.chain.head("new") is None
 
 
 async def test_another_scenario_s_release_is_not_shown(gateway, client):

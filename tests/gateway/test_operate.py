@@ -287,7 +287,7 @@ async def test_a_store_that_cannot_find_reports_by_record_leaves_them_out(gatewa
 async def test_what_is_not_there_is_said_with_what_to_do(client):
     for path in ("/reef/scenarios/nope", "/reef/scenarios/nope/records", "/reef/scenarios/nope/reports"):
         said = (await client.get(path)).json()["error"]["message"]
-        assert said == "no scenario 'nope'; `reef scenarios` lists them"
+        assert said == "no scenario 'nope'; `reef scenarios` lists them, POST /reef/scenarios makes one"
     assert (await client.get("/v2/x")).json()["error"]["message"] == "no such route; /openapi.json lists them"
 
 
@@ -345,6 +345,19 @@ async def test_settings_are_changed_one_by_one_and_checked_like_creation(run, tm
         for method in (client.patch(f"{route[:-4]}written", json={}), client.delete(f"{route[:-4]}written")):
             refused = await method
             assert (refused.status_code, "configuration file" in refused.text) == (409, True)
+
+
+async def test_a_change_of_a_block_keeps_its_other_keys(gateway, client):
+    made = {"harness": {"apply": True, "skills": 2}, "training": {"trigger": "auto", "backend": "fake"}}
+    await client.post("/reef/scenarios", json={"name": "shop", **made})
+    for body in ({"harness": {"tokens": 10, "skills": None}}, {"training": {"trigger": "hybrid"}}):
+        assert (await client.patch("/reef/scenarios/shop", json=body)).status_code == 200
+    assert gateway.board.scenarios()["shop"] == {
+        "harness": {"apply": True, "tokens": 10},
+        "training": {"trigger": "hybrid", "backend": "fake"},
+    }
+    assert (await client.patch("/reef/scenarios/shop", json={"harness": None})).status_code == 200
+    assert "harness" not in gateway.board.scenarios()["shop"]
 
 
 async def test_settings_nested_without_end_are_a_clients_mistake(gateway, client):

@@ -8,6 +8,7 @@ from reef.core.ids import new_receipt
 from reef.loop.audit import Audit
 from reef.records import keep
 from reef.records.journal import Journal
+from reef.records.queue import Queue
 from reef.releases import Draft
 from reef.scenario.serving import promote, rollback
 from tests.gateway.life import ASK, Life, answer, report, rules
@@ -323,4 +324,29 @@ async def test_who_proposed_what_another_promoted_is_told(lived):
     release = promote("default", made.id, gateway.chain, gateway.board, actor="ada", reason="she is right")
     async with gateway.client() as client:
         (entry,) = (await ask(client, release.id))["entries"]
-        assert (entry["actor"], entry["reason"], entry["people"]) == ("ada", "she is right", ["eve"])
+        assert (entry["actor"], entry["reason"], entry["people"]) == (
+            "ada", "she is right (proposed: we are slow)", ["eve"],
+        )  # fmt: skip
+
+
+async def test_what_was_asked_for_is_told_with_what_came_of_it(lived):
+    gateway, life = lived
+    queue, held = Queue(gateway.board), life.hold(text="Be brief.")
+    words = {"mutations": [], "reason": "we are slow"}
+    made, _ = queue.put("default", "harness", "proposal", words, actor="eve", id="ask_one")
+    async with gateway.client() as client:
+        story = await ask(client, "ask_one")
+        assert (story["kind"], story["state"], story["candidate"]) == ("ask", "queued", None)
+        assert (story["ask"]["actor"], story["ask"]["body"]["reason"]) == ("eve", "we are slow")
+        queue.tell(made.id, "held", "it runs code", candidate=held.id)
+        story = await ask(client, "ask_one")
+        assert (story["state"], story["said"], story["candidate"]["id"]) == ("held", "it runs code", held.id)
+        release = promote("default", held.id, gateway.chain, gateway.board, actor="ada", reason="")
+        story = await ask(client, "ask_one")
+        assert (story["state"], story["release"]["release_id"]) == ("accepted", release.id)
+        queue.tell(made.id, "held", "it runs code", candidate="f" * 40)
+        assert "cannot be read" in (await ask(client, "ask_one"))["unknown"][0]
+        unknown = await client.get("/reef/why/ask_two")
+        assert (unknown.status_code, "(ask_…)" in unknown.text) == (404, True)
+        elsewhere = await client.get("/reef/why/ask_one", headers={"x-reef-scenario": "other"})
+        assert elsewhere.status_code == 404

@@ -71,6 +71,8 @@ class Shop:
         self.entries: list[Entry] = [rule("one", "Be brief.")]
         self.seq, self.reason = 1, "the first"
         self.keyless = False
+        self.changes: dict[str, Any] = {}  # what is told of them instead
+        self.answers: bytes | None = None  # to everything, when it is something else than Reef
         self.asked: list[tuple[str, str, Mapping[str, str], Any]] = []
         self.sleep = threading.Event()  # set while the server is to be slow
         self.wake = threading.Event()
@@ -119,6 +121,7 @@ class Shop:
         elif url.path == "/reef/harness":
             changes = {"added": [{"id": "two", "kind": "skill"}], "changed": [], "removed": []}
             changes["releases"] = [{"reason": self.reason}]
+            changes |= self.changes
             shown = {"release_id": self.release, "seq": self.seq, "reason": self.reason, "changes": changes}
             data = json.dumps(shown).encode()
         elif url.path == "/reef/report":
@@ -126,6 +129,7 @@ class Shop:
         good = self.keyless or call.headers.get("authorization") == f"Bearer {TOKEN}" or url.path == "/healthz"
         if not good:
             data = json.dumps({"error": {"message": "no token: send one"}}).encode()
+        data = data if self.answers is None else self.answers
         call.send_response(200 if good else 401)
         for name, value in {**headers, "content-length": str(len(data))}.items():
             call.send_header(name, value)

@@ -30,8 +30,8 @@ async def run(made, program, entries=(), **rest):
 
 
 async def test_the_tree_the_files_and_the_token_are_there(tmp_path):
-    asked = []
-    made = rooms(tmp_path, token=lambda *of: asked.append(of) or "reef_secret")
+    asked, ended = [], []
+    made = rooms(tmp_path, token=lambda *of: asked.append(of) or "reef_secret", ended=ended.append)
     program = "say([open('a/b.txt').read(), open(os.environ['ROOT'] + '/RULES.md').read(), dict(os.environ), "
     program += "json.load(open(os.environ['ROOT'] + '/door.json')), os.getcwd()])"
     rules = (Entry("r", "rules", {"text": "Be kind."}),)
@@ -47,6 +47,7 @@ async def test_the_tree_the_files_and_the_token_are_there(tmp_path):
     ((scenario, release, seconds),) = asked
     assert (scenario, release) == ("s", "release-1")
     assert 10.0 < seconds < 120.0
+    assert ended == ["reef_secret"]
     assert (outcome.score, outcome.fault, outcome.trouble) == (None, None, None)
 
 

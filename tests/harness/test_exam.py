@@ -118,6 +118,7 @@ async def test_trouble_is_a_line_and_no_more(served, tmp_path):
             (served.environment | {"REEF_SCENARIO": "nowhere"}, "no scenario"),
             ({"REEF_URL": "http://127.0.0.1:1"}, "Error"),
             ({"REEF_URL": "nonsense:::"}, "warning"),
+            ({"REEF_URL": "localhost:8900"}, "REEF_URL is 'localhost:8900', which is no address: write it as http://"),
             ({"REEF_URL": mute}, "no answer within 2 s"),
         ]
         for environment, why in cases:
@@ -158,3 +159,34 @@ async def test_a_redirect_is_not_followed_with_the_token(tmp_path):
     assert status == 0
     assert len(asked) == 1
     assert "secret" not in said
+
+
+async def test_asked_for_without_a_session_it_says_so(served, tmp_path):
+    for words in (["--reef-session"], ["--reef-share"], ["--reef-session="]):
+        status, said = await pytest_run(tmp_path, "good", *words, **served.environment)
+        assert status == 0
+        assert said.count("reef: warning: the run was not reported: nothing says what it is about; give") == 1
+    assert await reports(served) == []
+
+
+async def test_feedback_never_carries_the_token(served, tmp_path):
+    TESTS["told"] = "import os\ndef test_one(): assert os.environ['REEF_TOKEN'] == ''\n"
+    status, _ = await pytest_run(tmp_path, "told", "--reef-session", "work", **served.environment)
+    assert status == 1
+    (report,) = await reports(served)
+    assert TOKEN not in report.feedback
+    assert "[token]" in report.feedback
+
+
+async def test_a_server_s_words_are_one_line(tmp_path):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        data = b'{"error": {"message": "no\\u001b[31m\\nway"}}'
+        writer.write(b"HTTP/1.1 400 x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        _, said = await pytest_run(tmp_path, "good", "--reef-session", "s", REEF_URL=url)
+    assert "RuntimeError: no [31m way" in said

@@ -3,6 +3,8 @@ Case 52.
 """
 
 import shutil
+import subprocess
+import time
 
 import pytest
 
@@ -119,3 +121,50 @@ def test_an_installation_that_is_killed_anywhere_can_be_made_again(tmp_path, sho
             assert at > 40
             return
     raise AssertionError("it never came to its end")
+
+
+def test_a_killed_holder_s_lock_goes_to_one_process_only(machine, tmp_path):
+    """Whoever finds it takes it away: not the one that another has taken since."""
+    (program,) = (machine.base() / "program").iterdir()
+    (tmp_path / "alone.mjs").write_text(f"""
+        import {{ alone }} from "{program}/lock.mjs";
+        import fs from "node:fs";
+        const [base, begin] = process.argv.slice(2);
+        while (Date.now() < Number(begin));
+        await alone(base, async () => {{
+          fs.writeFileSync(`${{base}}/inside`, "", {{ flag: "wx" }});
+          await new Promise((resolve) => setTimeout(resolve, 30));
+          fs.rmSync(`${{base}}/inside`);
+        }}).catch((error) => console.log(error.message));
+    """)
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    for _ in range(10):
+        (folder / "lock").write_text("999999999")
+        command = ["node", tmp_path / "alone.mjs", folder, str(int(time.time() * 1000) + 200)]
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        said = "".join(each.communicate()[0] for each in both)
+        assert "EEXIST" not in said
+        assert "ENOENT" not in said
+        assert list(folder.iterdir()) == []
+
+
+def test_what_was_written_during_an_update_is_kept(machine, tmp_path):
+    """Killed with its journal written, then a person edits, then the next start completes the update."""
+    for at in range(1, 100):
+        watched = {"NODE_OPTIONS": f"--import={tmp_path}/watch.mjs", "AT": str(at), "END": "kill"}
+        machine.wrapper("update", **watched)
+        if (machine.base() / "journal.json").exists():
+            break
+    (machine.root / "RULES.md").write_text("Mine.\n")
+    ran = machine.wrapper("hi").good()
+    assert "is kept as" in ran.err
+    assert tree(machine) == NEW
+    assert [path.read_text() for path in (machine.base() / "replaced").rglob("*.md")] == ["Mine.\n"]
+
+
+def test_a_folder_for_a_moment_s_files_that_is_missing_is_said_in_a_line(tmp_path, shop):
+    done = Machine(tmp_path).install(shop.bundle(), TMPDIR=str(tmp_path / "missing"))
+    assert done.code == 1
+    assert done.err.startswith("reef: ENOENT")
+    assert done.err.count("\n") == 1

@@ -1,6 +1,7 @@
 """What a run was worth: said by a person, by a check's exit status, by a client's hook."""
 
 import json
+import os
 
 import pytest
 
@@ -128,3 +129,70 @@ def test_the_stop_hook_never_stops_the_client(machine, shop, stdin):
     assert ran.out == ""
     if b"s-1" in stdin:
         assert [report["session"] for report in shop.reports] == ["s-1"]
+    else:
+        assert "only as a hook of Claude Code" in ran.err
+
+
+@pytest.mark.parametrize("words", [["stop"], ["start"], ["stop", "--chek", "true"]])
+def test_a_hook_that_is_written_wrong_does_not_stop_the_client_either(machine, words):
+    """For Claude Code a status of 2 means: go on."""
+    assert "--check" in machine.wrapper("hook", *words, stdin=b"{}").good().err
+
+
+def test_a_token_that_the_end_of_the_output_cuts_through_is_left_out(machine, shop):
+    machine.wrapper("--check", "printf %s \"$REEF_TOKEN\"; head -c 3995 /dev/zero | tr '\\0' x; exit 1", "task")
+    (report,) = shop.reports
+    assert report["feedback"] == report["metadata"]["output"] == "x" * 3995
+
+
+def test_a_run_that_is_not_remembered_is_the_one_that_one_is_in(machine, shop):
+    machine.wrapper("task").good()
+    machine.wrapper("report", "--score", "1", REEF_SESSION="forgotten").good()
+    assert [report["session"] for report in shop.reports] == ["forgotten"]
+
+
+@pytest.mark.parametrize(
+    ("check", "says", "code"),
+    [
+        ("nosuchcmd", "exit status 127", 127),
+        ("./home/nothing-here || exit 126", "exit status 126", 126),
+        ("kill -9 $$", "ended by SIGKILL", 137),
+        ("sh -c 'kill -9 $$'; exit $?", "ended by SIGKILL", 137),
+        ("echo pytest >/dev/null; exit 5", "pytest found no tests", 5),
+        ("echo no tests ran in 0.01s; exit 5", "pytest found no tests", 5),
+    ],
+)
+def test_a_check_that_could_not_run_is_no_score(machine, shop, check, says, code):
+    ran = machine.wrapper("--check", check, "task")
+    assert ran.code == code
+    assert "the check could not run (" in ran.err
+    assert says in ran.err
+    assert "; nothing was reported" in ran.err
+    told = json.dumps({"session_id": "s-1"}).encode()
+    assert says in machine.wrapper("hook", "stop", "--check", check, stdin=told).good().err
+    assert shop.reports == []
+
+
+def test_a_status_of_5_of_another_command_is_a_failure(machine, shop):
+    assert machine.wrapper("--check", "exit 5", "task").code == 5
+    assert [report["score"] for report in shop.reports] == [0]
+
+
+def test_a_check_that_cannot_be_started_is_no_score(machine, shop):
+    told = {"session_id": "s-1", "cwd": "/nowhere"}
+    ran = machine.wrapper("hook", "stop", "--check", "true", stdin=json.dumps(told).encode()).good()
+    assert "could not be started" in ran.err
+    assert shop.reports == []
+
+
+def test_a_clock_that_was_ahead_hides_no_run(machine, shop):
+    runs = machine.base() / "runs"
+    runs.mkdir()
+    for place in range(60):
+        session = f"{place:036x}"
+        run = {"session": session, "cwd": str(machine.home), "pid": 1, "parent": os.getpid(), "at": 9e15 + place}
+        (runs / f"{session}.json").write_text(json.dumps(run))
+    (runs / f"{'f' * 36}.json").write_text("null")
+    session = machine.wrapper("task").good().told("session")
+    machine.wrapper("report", "--score", "1").good()
+    assert [report["session"] for report in shop.reports] == [session]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from reef.harness import install
 from reef.harness.agents import Door
+from reef.harness.tree import Entry
 from tests.harness.kit_install import TOKEN, Fake, Machine, Shop, rule
 
 SHELLS = [shell for shell in ("bash", "dash") if shutil.which(shell)]
@@ -125,6 +126,45 @@ def test_without_npm_it_says_where_to_get_it(machine, shop, tmp_path):
     machine.install(shop.bundle(), PATH=path).good()  # a client that is there needs no npm
 
 
+def test_an_npm_that_is_not_there_is_named(machine, shop):
+    done = machine.install(shop.bundle(), REEF_NPM="nope", REEF_CLIENT=None)
+    assert done.code == 1
+    assert "REEF_NPM is nope" in done.err
+    assert "npm is missing" not in done.err
+    assert list(machine.home.iterdir()) == []
+
+
+def test_the_scenario_is_told_and_the_one_it_replaces(machine, shop):
+    assert f"scenario demo at {shop.url}\n" in machine.install(shop.bundle()).good().out
+    again = machine.install(shop.bundle(scenario="team")).good().out
+    assert f"scenario team at {shop.url}; was: demo at {shop.url}\n" in again
+    assert "scenario demo" not in machine.install(shop.bundle(scenario="team")).good().out
+
+
+def test_the_wrapper_s_own_words_are_told(machine, shop):
+    words = "reef-pi update|rollback|status|doctor|report|hook|uninstall, reef-pi --check COMMAND"
+    assert words in machine.install(shop.bundle()).good().out
+    assert words in machine.wrapper("doctor").good().out
+    launcher = (machine.bin / "reef-pi").read_text()
+    assert "update | rollback | status | doctor | uninstall | report | hook | --check | --check=*)" in launcher
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["updat"], "update"), (["udpate"], "update"), (["statuss"], "status"), (["dockor"], "doctor"),
+        (["--chek"], "--check"), (["updat", "x"], None), (["--", "update"], None), (["--", "--check"], None),
+        (["up"], None), ([""], None),
+        (["fix the update"], None), (["toudpate"], None),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_nearly_one_of_them_is_hinted_at(machine, shop, words, meant):
+    machine.install(shop.bundle()).good()
+    ran = machine.wrapper(*words).good()
+    assert f"word:{words[-1]}\n" in ran.out  # the client has it all the same
+    assert (ran.err.strip().rpartition(": reef-pi ")[2] or None) == meant
+
+
 def test_a_node_that_is_too_old_is_named(machine, shop):
     client = shop.bundle()["client"] | {"node": "99.1"}
     done = machine.install(shop.bundle(client=client))
@@ -183,6 +223,17 @@ def test_npm_installs_the_exact_version_below_the_home_and_never_sees_the_token(
     assert not npm.exists()  # it is there already
 
 
+def test_what_the_client_writes_while_npm_works_stays(machine, shop, npm, tmp_path, monkeypatch):
+    machine.install(shop.bundle()).good()
+    real = shop.bundle
+    monkeypatch.setattr(shop, "bundle", lambda name: real(name, client=real(name)["client"] | {"version": "1.2.4"}))
+    shop.publish(Entry("c", "config", {"agent": "pi", "values": {"size": 3}}), reason="r")
+    program = tmp_path / "an npm"
+    program.write_text(NPM + f"""echo '{{"model": "reef", "dark": true}}' >'{machine.root}/settings.json'\n""")
+    machine.wrapper("update").good()
+    assert json.loads((machine.root / "settings.json").read_text()) == {"model": "reef", "dark": True, "size": 3}
+
+
 def test_an_update_brings_another_version_and_rollback_the_one_before(machine, shop, npm, monkeypatch):
     machine.install(shop.bundle()).good()
     folder, real = machine.base() / "client", shop.bundle
@@ -203,6 +254,15 @@ def test_an_update_brings_another_version_and_rollback_the_one_before(machine, s
     npm_fails = machine.install(real("pi") | {"client": real("pi")["client"] | {"version": "9.0.0"}}, NPM_FAILS="1")
     assert npm_fails.code == 1
     assert "For 1.2.4." in machine.wrapper("hi").good().out
+
+
+def test_an_update_names_an_npm_that_is_not_there(machine, shop, npm, monkeypatch):
+    machine.install(shop.bundle()).good()
+    real = shop.bundle
+    monkeypatch.setattr(shop, "bundle", lambda name: real(name, client=real(name)["client"] | {"version": "1.2.4"}))
+    done = machine.wrapper("update", REEF_NPM="nope")
+    assert done.code == 1
+    assert "REEF_NPM is nope, which does not start: ENOENT" in done.err
 
 
 def test_an_npm_that_fails_leaves_nothing_half_done(machine, shop, npm):
@@ -330,3 +390,19 @@ def test_a_wheel_carries_the_program(tmp_path):
     with zipfile.ZipFile(wheel) as packed:
         names = {Path(name).name for name in packed.namelist() if name.startswith("reef/harness/install/")}
     assert names == {"__init__.py", "install.sh", *install.program()}
+
+
+@pytest.mark.parametrize("part", ["program", "version", "package"])
+def test_names_that_are_paths_are_refused(machine, shop, part):
+    bundle = shop.bundle()
+    if part == "program":
+        bundle["program"] = bundle["program"] | {"../../outside.mjs": "1"}
+    else:
+        bundle["client"] = bundle["client"] | {part: "../../outside"}
+    machine.install(shop.bundle()).good()
+    shop.bundle = lambda name: bundle
+    before = machine.files()
+    done = machine.wrapper("update")
+    assert done.code == 1
+    assert "is no plain name" in done.err
+    assert machine.files() == before

@@ -7,9 +7,12 @@ import os
 import pty
 import subprocess
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from reef.harness import install
 from reef.harness.tree import Entry
 from tests.harness.kit_install import TOKEN, Machine, Shop, rule, skill
 
@@ -44,6 +47,7 @@ def test_a_newer_release_is_told_of_and_taken(machine, shop):
     assert "Be brief.\n" in ran.out
     preview = machine.wrapper("update", "--dry-run").good()
     assert "writes RULES.md" in preview.out
+    assert preview.out.startswith("reef-pi: release 1 (")
     assert "Be brief.\n" in machine.wrapper("hi").out
     done = machine.wrapper("update").good()
     assert "release 1" in done.out
@@ -94,12 +98,39 @@ def test_a_server_that_is_slow_or_gone_keeps_nobody_waiting(machine, shop):
     assert "cannot be reached" in done.err
 
 
+def test_a_name_that_nobody_resolves_keeps_nobody_waiting(machine, shop, tmp_path):
+    """A look-up that hangs holds up the end of Node, whatever it is told."""
+    (tmp_path / "slow.cjs").write_text("""
+        const dns = require("node:dns"), http = require("node:http");
+        dns.lookup = () => Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, 8000);
+    """)
+    machine.install(shop.bundle(url="http://reef.invalid:8900")).good()
+    began = time.monotonic()
+    machine.wrapper("hi", NODE_OPTIONS=f"--require={tmp_path}/slow.cjs").good()
+    assert time.monotonic() - began < 5
+
+
 def test_a_notice_cannot_write_to_the_terminal(machine, shop):
     shop.publish(rule("one", "x"), reason="\x1b]0;owned\x07 \u202e$(id)")
     err = machine.wrapper("hi").good().err
     assert "\x1b" not in err
     assert "\u202e" not in err
     assert "$(id)" in err
+
+
+def test_a_notice_of_any_length_lets_the_client_start(machine, shop):
+    shop.seq = 10**4000
+    ran = machine.wrapper("hi").good()
+    assert len(ran.err) < 5000
+    assert "To take it: reef-pi update" in ran.err
+
+
+def test_a_page_of_something_else_is_no_reef_server(machine, shop):
+    shop.publish(rule("one", "x"), reason="r")
+    shop.answers = b"<html>Sign in</html>"
+    assert machine.wrapper("hi").good().err == ""
+    for words in (["update"], ["report", "--score", "1"]):
+        assert "is no Reef server" in machine.wrapper(*words).err
 
 
 # --- local changes ----------------------------------------------------------------------------------------------------
@@ -160,6 +191,31 @@ def test_settings_that_the_client_wrote_stay_beside_the_release_s(machine, shop)
     assert "settings.json changed here" in done.err
 
 
+BASE = "[a]\nx = 1\n\n[a.b]\ny = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "theirs", "joined"),
+    [
+        ("\n[mine]\nz = 1\n", BASE + "\n[new]\nz = 1\n", True),
+        ("\n[a.mine]\nz = 1\n", BASE + "\n[new]\nz = 1\n", True),
+        ('\n["new"]\nz = 2\n', BASE + "\n[new]\nz = 1\n", False),  # one table twice is no TOML
+        ("\n[[new.list]]\nz = 2\n", "new.list = [{z = 1}]\n" + BASE, False),
+        ("z = 1\n", BASE + "\n[new]\nz = 1\n", False),  # would get into another table
+    ],
+)
+def test_tables_that_the_client_added_stay_behind_the_release_s(more, theirs, joined):
+    program = Path(install.__file__).parent / "diff.mjs"
+    script = f"""
+        import {{ merge }} from {json.dumps(str(program))};
+        console.log(JSON.stringify(merge("config.toml", ...{json.dumps([BASE, BASE + more, theirs])})));
+    """
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, check=True)
+    made = json.loads(done.stdout)
+    assert made == (theirs + more if joined else None)
+    assert made is None or tomllib.loads(made)
+
+
 def test_a_file_of_the_user_s_own_in_the_place_of_a_new_one(machine, shop):
     (machine.root / "skills/two").mkdir(parents=True)
     (machine.root / "skills/two/SKILL.md").write_text("My own skill.\n")
@@ -176,8 +232,10 @@ def test_a_removed_entry_s_file_goes_and_what_is_unknown_stays(machine, shop):
     (machine.root / "skills/two/notes.md").write_text("mine")
     (machine.root / "sessions").mkdir()
     (machine.root / "sessions/a.jsonl").write_text("{}")
-    shop.publish(rule("one", "Be briefer."), reason="no skills")
-    machine.wrapper("update").good()
+    shop.publish(rule("one", "Be silent."), reason="no skills")
+    said = machine.wrapper("update").good().out
+    assert "files: RULES.md\n" in said
+    assert "removed: skills/two/SKILL.md\n" in said
     assert not (machine.root / "skills/two/SKILL.md").exists()
     assert (machine.root / "skills/two/notes.md").read_text() == "mine"
     assert (machine.root / "sessions/a.jsonl").exists()
@@ -244,6 +302,28 @@ def test_status(machine, shop):
     assert said["changed"] == ["RULES.md"]
     assert said["client"] == {"path": str(machine.client), "version": "9.9.9"}
     assert "client:    9.9.9" in machine.wrapper("status").good().out
+
+
+def test_status_announces_no_release_with_the_same_files(machine, shop):
+    shop.publish(*shop.entries, reason="other weights")
+    shop.changes = {"added": [], "releases": []}
+    said = machine.wrapper("status").good().out
+    assert "served:    release 2, with the same files\n" in said
+    assert "other weights" not in said
+    assert machine.wrapper("hi").good().err == ""
+
+
+def test_the_reason_for_users_is_the_one_told(machine, shop):
+    publish(shop)
+    shop.changes = {"releases": [{"reason": "shorter (Accepted: all hold.)", "why": "shorter"}, {"why": ""}]}
+    assert "Why: shorter. To take it" in machine.wrapper("hi").good().err
+
+
+@pytest.mark.parametrize("streams", ["", "2>&1"])
+def test_a_reader_that_goes_away_is_no_error(machine, shop, streams):
+    command = f"({machine.bin}/reef-pi status {streams}; echo $? >status) | true; cat status"
+    done = machine._run(["sh", "-c", command], b"", {})
+    assert (done.out, done.err) == ("0\n", "")
 
 
 def test_doctor_says_what_to_do(machine, shop):

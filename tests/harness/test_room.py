@@ -104,6 +104,24 @@ ATTACKS = {
         def did():
             for _ in range(64): threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
             return True""",
+    "keys that outlive it": """
+        import ctypes, platform
+        def did():
+            call = ctypes.CDLL(None, use_errno=True).syscall
+            add, keyctl = {"x86_64": (248, 250), "aarch64": (217, 219)}[platform.machine()]
+            return call(add, b'user', b'reef-test', b'x', 1, -3) > 0 or call(keyctl, 0, -3, 0) > 0""",
+    "sockets without a namespace": """
+        import ctypes, socket
+        def did():
+            if ctypes.CDLL(None, use_errno=True).syscall(425, 1, ctypes.create_string_buffer(200)) >= 0: return True
+            for family in set(range(46)) - {1, 2, 10, 16}:
+                for kind in (1, 2, 3, 5):
+                    try: return bool(socket.socket(family, kind))
+                    except OSError as error:
+                        if error.errno != 97: return True""",
+    "memory in a file without a folder": """
+        import os
+        def did(): return os.memfd_create('x') >= 0""",
     "the exam before it": """
         import os
         def did():
@@ -195,6 +213,11 @@ while True:
         (
             "import os, time\nfor n in range(8):\n    if os.fork() == 0:\n        held = bytearray(2**26)\n"
             "        for at in range(0, 2**26, 4096): held[at] = 1\n        time.sleep(60)\ntime.sleep(60)",
+            "256 MiB of memory",
+        ),
+        (
+            "import mmap, time\nheld = mmap.mmap(-1, 2**29)\nfor at in range(0, 2**29, 4096): held[at] = 1\n"
+            "time.sleep(60)",
             "256 MiB of memory",
         ),
         ("while True: print('x' * 1000)", "bytes of output"),

@@ -158,6 +158,7 @@ async def test_what_acts_is_held_whatever_the_gate_says(world: World) -> None:
     await world.settle()
     now = row(world, name)
     assert now.state == "held"
+    assert now.said.startswith("Held for a person: "), "why it waits comes first"
     assert "wipe" in now.said
     assert world.head.seq == 0
     assert world.ledger.rejected(NAME) == [], "it waits: nobody turned it down"
@@ -192,7 +193,7 @@ async def test_what_the_gate_cannot_decide_a_person_does(world: World) -> None:
     await world.settle()
     now = row(world, name)
     assert now.state == "held"
-    assert "a person decides" in now.said
+    assert now.said.startswith("Undecided, so a person decides. ")
 
 
 async def test_review_holds_an_edit_too(world: World) -> None:
@@ -341,12 +342,14 @@ async def test_an_instruction_about_a_session_brings_that_session(world: World) 
 
 
 async def test_a_search_that_finds_nothing_says_why(world: World) -> None:
-    world.recipes = {"harness": Seeker(plan=lambda *_: Proposed((), "every edit was worse"))}
+    why = "every edit was worse: the token is sk-aaaabbbbccccdddd1111"
+    world.recipes = {"harness": Seeker(plan=lambda *_: Proposed((), why))}
     world.options = {"trigger": "manual"}
     name = world.ask("Be better.")
     await world.settle()
     now = row(world, name)
-    assert (now.state, now.said, world.head.seq) == ("done", "every edit was worse", 0)
+    assert (now.state, now.said.partition(":")[0], world.head.seq) == ("done", "every edit was worse", 0)
+    assert "sk-aaaa" not in now.said
     assert world.ledger.rejected(NAME) == [], "nothing was proposed"
 
 
@@ -416,9 +419,12 @@ async def test_a_search_that_is_cut_short_finds_its_folder_again(world: World) -
     assert (row(world, name).state, world.head.reason) == ("accepted", "xxx")
 
 
-async def test_a_search_that_always_fails_is_given_up(world: World) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("a bug in the recipe"), "a bug in the recipe"), (SystemExit(3), "SystemExit")]
+)
+async def test_a_search_that_always_fails_is_given_up(world: World, error: BaseException, said: str) -> None:
     def plan(*_: Any) -> Proposed:
-        raise ValueError("a bug in the recipe")
+        raise error
 
     world.recipes, world.options = {"harness": Seeker(plan=plan)}, {"trigger": "manual"}
     name = world.ask("Search.")
@@ -426,7 +432,7 @@ async def test_a_search_that_always_fails_is_given_up(world: World) -> None:
         await world.settle()
     now = row(world, name)
     assert now.state == "failed"
-    assert "a bug in the recipe" in now.said
+    assert said in now.said
     assert world.head.seq == 0
 
 
@@ -490,6 +496,28 @@ async def test_progress_is_in_the_status(world: World) -> None:
     go.set()
     await world.settle()
     assert world.works["harness"].shown()["progress"] is None
+
+
+async def test_a_new_phase_does_not_show_how_far_the_last_one_was(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    evaluate = world.evaluator.evaluate
+
+    async def looked(*given: Any) -> Any:
+        work = world.works["harness"]
+        seen.append((work.state, work.progress))
+        return await evaluate(*given)
+
+    async def plan(batch: Any, tree: Any, bench: Bench) -> Proposed:
+        bench.progress("proposing", 0, 2)
+        return rule("whole")
+
+    monkeypatch.setattr(world.evaluator, "evaluate", looked)
+    world.recipes, world.options = {"harness": Seeker(plan=plan)}, {"trigger": "manual"}
+    world.ask("Search.")
+    await world.settle()
+    assert seen == [("evaluating", None)]
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Who writes, and what stands in an answer: `recipe.writer`, `recipe.answers`, `recipe.complaints`."""
 
+import asyncio
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from reef.core.errors import ConfigError, EngineError, UpstreamError, WireError
 from reef.core.nouns import Record, Report, Timing, Unit
-from reef.recipe import answers, complaints
+from reef.recipe import answers, complaints, writer
 from reef.recipe.writer import LONGEST, Writer
 from tests.recipes.kit_bench import Desk
 
@@ -35,6 +36,14 @@ def breaks(prompt):
     raise RuntimeError("no idea")
 
 
+def leaves(prompt):
+    raise SystemExit(3)
+
+
+async def never(prompt):
+    await asyncio.sleep(3600)
+
+
 def away(prompt):
     raise EngineError("nobody is there")
 
@@ -49,9 +58,12 @@ async def test_code_that_writes(tmp_path, name, said):
     assert bool(found.why) == (not said)
 
 
-async def test_why_code_wrote_nothing(tmp_path):
+async def test_why_code_wrote_nothing(tmp_path, monkeypatch):
     assert "RuntimeError: no idea" in (await Writer(f"{HERE}:breaks").write(Desk(tmp_path), "hi")).why
     assert "gave no text" in (await Writer(f"{HERE}:number").write(Desk(tmp_path), "hi")).why
+    assert "SystemExit: 3" in (await Writer(f"{HERE}:leaves").write(Desk(tmp_path), "hi")).why
+    monkeypatch.setattr(writer, "WAITED", 0.05)
+    assert "no answer within 0.05 s" in (await Writer(f"{HERE}:never").write(Desk(tmp_path), "hi")).why
     with pytest.raises(EngineError):
         await Writer(f"{HERE}:away").write(Desk(tmp_path), "hi")
 

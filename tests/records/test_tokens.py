@@ -150,6 +150,16 @@ def test_a_name_is_free_again_when_its_token_is_over(table, clock):
     assert row(table, "a").state(clock.now) == "active"
 
 
+def test_an_episodes_token_ends_with_it_and_no_other_does(table):
+    table.create("kept")
+    secret, other = table.episode("default", "c0ffee", 60), table.episode("default", "c0ffee", 60)
+    for _ in range(2):
+        table.end(secret)
+    table.end("nobody's")
+    assert {grant.digest for grant in table.list() if grant.release_id} == {digest(other)}
+    assert len(table.list()) == 2
+
+
 def test_an_episodes_token_is_bound_and_leaves_the_table_when_it_is_over(table, clock):
     secret = table.episode("default", "c0ffee", 60)
     (found,) = table.list()

@@ -257,7 +257,7 @@ def test_a_candidate_whose_base_is_gone_needs_force(chain, board, base):
     newer = {"weights": weights(50), "harness": rules("x")}
     second = chain.publish("a", Draft("publish", newer, base=first.id, step=7), first.id)
     align("a", chain, board)
-    with pytest.raises(ConflictError, match=rf"made from the weights of release {first.id[:12]}.*with force"):
+    with pytest.raises(ConflictError, match=rf"made from the weights of release {first.id[:12]}.*with --force"):
         promote("a", held.id, chain, board, actor="ada", reason="")
     assert (chain.head("a"), board.get("a").release_id) == (second, second.id)
     made = promote("a", held.id, chain, board, actor="ada", reason="", force=True)
@@ -268,6 +268,32 @@ def test_a_candidate_whose_base_is_gone_needs_force(chain, board, base):
     rollback("a", first.id, chain, board, actor="ada", reason="")
     back = promote("a", held.id, chain, board, actor="ada", reason="", evaluation=None)
     assert back.seq == 4, "after a rollback to its base it is promoted again, without force"
+
+
+def test_the_proposers_reason_is_not_lost_in_a_promotion(chain, board, base):
+    first = chain.get(ensure("a", chain, board, base, None).release_id)
+    for text, reason, said in (
+        ("x", "", "users shout"),
+        ("y", "she is right", "she is right (proposed: users shout)"),
+        ("z", "true: users shout", "true: users shout"),
+    ):
+        draft = Draft("candidate", {"harness": rules(text)}, base=first.id, actor="eve", reason="users shout")
+        held = chain.publish("a", draft, None)
+        made = promote("a", held.id, chain, board, actor="ada", reason=reason, force=True)
+        assert (made.actor, made.reason) == ("ada", said)
+
+
+def test_a_candidate_that_was_promoted_before_another_is_not_said_to_need_force(chain, board, base):
+    first = chain.get(ensure("a", chain, board, base, None).release_id)
+    held = candidate(chain, first, 0, {"harness": rules("x")})
+    made = promote("a", held.id, chain, board, actor="ada", reason="")
+    later = chain.publish("a", Draft("publish", {"harness": rules("y")}), made.id)
+    with pytest.raises(
+        ConflictError, match=rf"is release 1 \({made.id[:12]}\) already.*reef rollback 1 -s a"
+    ) as caught:
+        promote("a", held.id, chain, board, actor="ada", reason="")
+    assert "force" not in caught.value.message
+    assert chain.head("a") == later
 
 
 def test_a_promotion_that_cannot_be(chain, board, base):

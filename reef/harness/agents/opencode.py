@@ -91,6 +91,7 @@ class OpenCode:
             "models": {door.model: {"limit": {"context": door.context, "output": door.output}}},
         }
         settings = {
+            "$schema": "https://opencode.ai/config.json",  # else it writes that itself, and the file counts as changed
             "provider": {"reef": provider},
             "model": f"reef/{door.model}",
             "small_model": f"reef/{door.model}",

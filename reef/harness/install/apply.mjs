@@ -3,7 +3,7 @@
 
 import fs from "node:fs";
 import path from "node:path";
-import { install, tidy } from "./client.mjs";
+import { install, sound, tidy } from "./client.mjs";
 import { merge, unified } from "./diff.mjs";
 import { aside, guard, put, read, sha, sync, write } from "./disk.mjs";
 import { Wrong, clean, print, quote, shown } from "./say.mjs";
@@ -63,11 +63,18 @@ export function clash(made, release, again) {
  */
 export function apply(base, bundle, digest, { own, mode, whole, bin, again }) {
   const old = current(base);
-  const made = plan(base, old, bundle, mode, whole);
-  if (made.clashes.length) throw clash(made, bundle.release, again);
+  sound(bundle);
+  const ready = () => {
+    const made = plan(base, old, bundle, mode, whole);
+    if (made.clashes.length) throw clash(made, bundle.release, again);
+    return made;
+  };
+  let made = ready();
   const done = [];
-  if (own === null && install(base, bundle.client))
+  if (own === null && install(base, bundle.client)) {
     done.push(`installed ${bundle.client.package} ${bundle.client.version}`);
+    made = ready(); // npm takes minutes, in which a client that runs may write to its settings
+  }
   const { program, ...kept } = bundle;
   const folder = program ? place(base, program) : old.program;
   const now = { digest, bundle: kept, client: own, program: folder, bin };
@@ -101,9 +108,14 @@ export function apply(base, bundle, digest, { own, mode, whole, bin, again }) {
 
 function words(old, bundle, made) {
   const to = label(bundle.release);
-  const files = made.steps.map((step) => step.path.slice("root/".length));
+  const named = (steps) => steps.map((step) => shown(step.path.slice("root/".length))).join(", ");
+  const files = made.steps.filter((step) => step.data !== null);
+  const removed = made.steps.filter((step) => step.data === null);
+  const [where, was] = [bundle, old?.bundle].map((each) => each && `${clean(each.scenario)} at ${clean(each.url)}`);
   const found = [old && old.bundle.release.id !== bundle.release.id ? `${label(old.bundle.release)} → ${to}` : to];
-  if (files.length) found.push(`files: ${files.map(shown).join(", ")}`);
+  if (where !== was) found.push(`scenario ${where}${was ? `; was: ${was}` : ""}`);
+  if (files.length) found.push(`files: ${named(files)}`);
+  if (removed.length) found.push(`removed: ${named(removed)}`);
   if (made.joined.length) found.push(`your own settings stay in ${made.joined.map(shown).join(", ")}`);
   if (made.kept.length) found.push(`your changes stay: ${made.kept.map(shown).join(", ")}`);
   if (made.lost.length)
@@ -129,9 +141,14 @@ function place(base, program) {
   guard(base, `program/${digest}/main.mjs`);
   const growing = path.join(base, "program", `.${digest}`);
   for (const each of [growing, folder]) fs.rmSync(each, { recursive: true, force: true });
-  fs.mkdirSync(growing, { recursive: true });
-  for (const [name, text] of files) write(path.join(growing, name), text);
-  sync(growing);
+  try {
+    fs.mkdirSync(growing, { recursive: true });
+    for (const [name, text] of files) write(path.join(growing, name), text);
+    sync(growing);
+  } catch (error) {
+    fs.rmSync(growing, { recursive: true, force: true }); // a disk that is full is not kept so
+    throw error;
+  }
   fs.renameSync(growing, folder);
   sync(path.dirname(folder));
   return digest;

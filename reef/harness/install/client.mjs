@@ -24,6 +24,13 @@ export function which(name) {
   return folders.map((folder) => path.join(folder, name)).find(runnable) ?? null;
 }
 
+/** A bundle's names end in paths and commands: refused when they are more than names. */
+export function sound({ client, program }) {
+  const names = [client.version, client.program, client.package.replace(/^@[\w.-]+\//, ""), ...Object.keys(program ?? {})];
+  const wrong = names.find((name) => !/^\w[\w.+-]*$/.test(name));
+  if (wrong !== undefined) throw new Wrong(`${shown(wrong)} is no plain name; nothing was changed`);
+}
+
 /** Install the exact version; nothing is left half done: it grows aside and is renamed. True when it was not there. */
 export function install(base, client) {
   if (runnable(npm(base, client))) return false;
@@ -45,8 +52,9 @@ export function install(base, client) {
   });
   const works = !done.error && done.status === 0 && runnable(path.join(aside, "node_modules", ".bin", client.program));
   if (!works) {
+    const own = process.env.REEF_NPM ? `REEF_NPM is ${shown(process.env.REEF_NPM)}, which` : "npm";
     const why = done.error
-      ? done.error.message
+      ? `${own} does not start: ${done.error.code ?? done.error.message}`
       : done.status === 0
         ? `it has no ${client.program}`
         : `exit ${done.status}`;

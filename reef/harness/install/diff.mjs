@@ -81,8 +81,7 @@ function walk(x, y) {
 
 /** A settings file that a client wrote to itself, with what a new release changes of it; null: they contradict. */
 export function merge(file, base, local, theirs) {
-  if (file.endsWith(".toml"))
-    return local.startsWith(base) && theirs.endsWith("\n") ? theirs + local.slice(base.length) : null;
+  if (file.endsWith(".toml")) return appended(base, local, theirs);
   if (!file.endsWith(".json")) return null;
   try {
     const made = join(JSON.parse(base), JSON.parse(local), JSON.parse(theirs));
@@ -90,6 +89,29 @@ export function merge(file, base, local, theirs) {
   } catch {
     return null;
   }
+}
+
+/** Tables that were put at the end of TOML, at the end of another; null: they are no tables, or it changes the same. */
+function appended(base, local, theirs) {
+  const more = local.slice(base.length);
+  const first = more.split("\n").find((line) => /^\s*[^\s#]/.test(line)) ?? "[";
+  if (!local.startsWith(base) || ![base, theirs].every((text) => text.endsWith("\n")) || !/^\s*\[/.test(first)) return null;
+  const [was, now] = [tables(base), tables(theirs)];
+  return [...tables(more).keys()].every((name) => was.get(name) === now.get(name)) ? theirs + more : null;
+}
+
+/** The lines of TOML by the topmost name that they are about. */
+function tables(text) {
+  const found = new Map();
+  let table = null;
+  let name = "";
+  for (const line of text.split("\n").filter((each) => each.trim())) {
+    const [, header, key] = /^\s*(?:(\[\[?)\s*)?("[^"]*"|'[^']*'|[\w-]+)/.exec(line) ?? [];
+    if (header) table = key;
+    if (key) name = (table ?? key).replace(/^(["'])(.*)\1$/, "$2");
+    found.set(name, `${found.get(name) ?? ""}${line}\n`);
+  }
+  return found;
 }
 
 const CONTRARY = Symbol("contrary");

@@ -25,9 +25,11 @@ export function load(file) {
   const data = read(file);
   if (data === null) return null;
   try {
-    return JSON.parse(data.toString());
+    const made = JSON.parse(data.toString());
+    if (made !== null && typeof made === "object") return made;
+    throw new Error("no object");
   } catch {
-    throw new Wrong(`${shown(file)} is damaged; run the installer again`);
+    throw new Wrong(`${shown(file)} is damaged: move it away and run the installer again`);
   }
 }
 

@@ -30,6 +30,10 @@ need_node() {
 need_npm() {
   [ -z "${REEF_CLIENT:-}" ] || return 0
   command -v "${REEF_NPM:-npm}" >/dev/null 2>&1 || {
+    [ -z "${REEF_NPM:-}" ] || {
+      say "REEF_NPM is $REEF_NPM, which is no program that can be run: name another, or unset it for the usual npm."
+      return 1
+    }
     say "npm is missing; it comes with Node from https://nodejs.org/en/download, or as a package of your system. Then"
     say "run this again. A client that is installed already can be named instead: REEF_CLIENT=/path/to/it"
     return 1
@@ -60,6 +64,10 @@ main() {
       console.error("reef: this script was damaged on its way here; get it again. Nothing was changed.");
       process.exit(1);
     }
+    process.on("uncaughtException", (error) => {
+      console.error("reef: " + error.message + "; nothing was changed");
+      process.exit(1);
+    });
     const folder = fs.mkdtempSync(path.join(require("node:os").tmpdir(), "reef-install-"));
     process.on("exit", () => fs.rmSync(folder, { recursive: true, force: true }));
     for (const [name, text] of Object.entries(JSON.parse(data).program)) fs.writeFileSync(path.join(folder, name), text);

@@ -6,7 +6,7 @@ import { createHash } from "node:crypto";
 import fs from "node:fs";
 import { constants } from "node:os";
 import path from "node:path";
-import { Wrong, clean, print, redact, say } from "./say.mjs";
+import { Wrong, clean, ending, print, redact, say } from "./say.mjs";
 import { fetched } from "./server.mjs";
 import { prepare, runs } from "./start.mjs";
 import * as state from "./state.mjs";
@@ -29,7 +29,7 @@ export async function report(here, args) {
   const run = given.session ? { session: given.session } : find(here);
   const made = await send(bundle, { ...body, session: known(here.base, run.session) });
   const when = run.at ? ` of ${new Date(run.at).toLocaleTimeString()} in ${clean(run.cwd)}` : "";
-  print(`reported on the run${when} (session ${clean(run.session)}): ${made.agent_record_id}`);
+  print(`reported on the run${when} (session ${clean(run.session)}): ${clean(made.agent_record_id)}`);
   return 0;
 }
 
@@ -38,6 +38,8 @@ function find(here) {
   const known = runs(here.base);
   const run =
     known.find((each) => each.session === process.env.REEF_SESSION) ??
+    // the run one is in, though it is not among the last ones any more, or its note could not be written
+    (process.env.REEF_SESSION ? { session: process.env.REEF_SESSION } : undefined) ??
     known.find((each) => each.parent === here.parent) ??
     known.find((each) => each.cwd === process.cwd()) ??
     known[0];
@@ -69,13 +71,9 @@ export async function check(here, args) {
   const { bundle } = state.installed(here.base);
   const ran = await attend(client, rest, environment);
   const done = await run(command);
-  const metadata = { command: redact(command), exit: done.code, client_exit: ran, output: redact(done.tail) };
-  await tell(bundle, {
-    session: known(here.base, session),
-    ...worth(done),
-    metadata,
-    agent_record_id: id(session, command),
-  });
+  const metadata = { command: redact(command), exit: done.code, client_exit: ran, output: done.tail };
+  const about = { session: known(here.base, session), agent_record_id: id(session, command) };
+  await tell(bundle, command, done, { ...about, metadata });
   return ran || done.code;
 }
 
@@ -83,20 +81,31 @@ export async function check(here, args) {
  * here may stop the client: whatever goes wrong is said, and the status is 0. */
 export async function hook(here, args) {
   const [event, ...rest] = args;
-  const given = options(rest, ["check"]);
-  if (event !== "stop" || !given.check) throw new Wrong('hook stop --check "pytest -q"', 2);
   try {
+    const given = options(rest, ["check"]);
+    if (event !== "stop" || !given.check) throw new Wrong('say what is to be run: hook stop --check "pytest -q"');
     const { bundle } = state.installed(here.base);
-    const told = JSON.parse(fs.readFileSync(0, "utf8"));
+    const told = turn();
     const receipts = quoted(told.transcript_path);
     const done = await run(given.check, typeof told.cwd === "string" ? told.cwd : undefined);
-    const metadata = { command: redact(given.check), exit: done.code, output: redact(done.tail) };
+    const metadata = { command: redact(given.check), exit: done.code, output: done.tail };
     const about = receipts.length ? { references: receipts } : { session: told.session_id };
-    await tell(bundle, { ...about, ...worth(done), metadata });
+    await tell(bundle, given.check, done, { ...about, metadata });
   } catch (error) {
     say(error.message);
   }
   return 0;
+}
+
+/** What Claude Code says of the turn that ended, on standard input. */
+function turn() {
+  try {
+    const told = process.stdin.isTTY ? null : JSON.parse(fs.readFileSync(0, "utf8"));
+    if (typeof told.session_id === "string" || typeof told.transcript_path === "string") return told;
+  } catch {
+    // nothing, or nothing of Claude Code's
+  }
+  throw new Wrong("`hook stop` works only as a hook of Claude Code, which says which turn it was; see docs/install.md");
 }
 
 /** The receipts of the last turn of a Claude Code transcript: its `requestId`s after the last words of a person. */
@@ -118,19 +127,34 @@ export function quoted(file) {
   return [...new Set(found)].slice(-1000);
 }
 
-async function tell(bundle, body) {
-  try {
-    const made = await send(bundle, body);
-    say(`the check ${body.score ? "passed" : "failed"}; reported as ${made.agent_record_id}`);
-  } catch (error) {
-    say(`the check ${body.score ? "passed" : "failed"}, but that could not be reported: ${error.message}`);
+async function tell(bundle, command, done, body) {
+  const why = unmeasured(command, done);
+  if (why !== null) {
+    say(`the check could not run (${why}); nothing was reported`);
+    return;
   }
+  const found = worth(done);
+  try {
+    const made = await send(bundle, { ...body, ...found });
+    say(`the check ${found.score ? "passed" : "failed"}; reported as ${clean(made.agent_record_id)}`);
+  } catch (error) {
+    say(`the check ${found.score ? "passed" : "failed"}, but that could not be reported: ${error.message}`);
+  }
+}
+
+/** Why a check says nothing of the run, which is no score of 0; null: it says something. */
+function unmeasured(command, { code, signal, tail }) {
+  const [name] = Object.entries(constants.signals).find(([, number]) => 128 + number === code) ?? [];
+  if (signal || name) return `ended by ${signal ?? name}`;
+  if (code === 126 || code === 127) return `exit status ${code}: a command that is not there, or not to be run`;
+  const pytest = /\bpytest\b/.test(command) || /^no tests (ran|collected)/m.test(tail);
+  return code === 5 && pytest ? "exit status 5: pytest found no tests" : null;
 }
 
 /** A pass is a score; of a failure what the check said goes along as feedback, which is what a harness learns from. */
 function worth(done) {
   if (done.code === 0) return { score: 1 };
-  return { score: 0, feedback: redact(done.tail).trim() || `the check ended with exit status ${done.code}` };
+  return { score: 0, feedback: done.tail.trim() || `the check ended with exit status ${done.code}` };
 }
 
 function id(session, command) {
@@ -168,7 +192,7 @@ export function unquote(text, env) {
 
 /** A shell command, its output shown on standard error and its end kept. */
 function run(command, cwd) {
-  return new Promise((resolve) => {
+  return new Promise((resolve, reject) => {
     const env = { ...process.env };
     delete env.REEF_SESSION; // else Reef's plugin for pytest would report the same run once more
     const child = spawn("sh", ["-c", command], { cwd, env, stdio: ["ignore", "pipe", "pipe"] });
@@ -176,11 +200,13 @@ function run(command, cwd) {
     for (const stream of [child.stdout, child.stderr]) {
       stream.setEncoding("utf8").on("data", (part) => {
         process.stderr.write(part);
-        tail = (tail + part).slice(-TAIL);
+        tail = (tail + part).slice(-TAIL - (process.env.REEF_TOKEN ?? "").length);
       });
     }
-    child.on("error", (error) => resolve({ code: 127, tail: error.message }));
-    child.on("close", (code, signal) => resolve({ code: code ?? 128 + (constants.signals[signal] ?? 1), tail }));
+    child.on("error", (error) => reject(new Wrong(`the check could not be started: ${error.message}`, 127)));
+    child.on("close", (code, signal) =>
+      resolve({ code: code ?? 128 + (constants.signals[signal] ?? 1), signal, tail: ending(tail, TAIL) }),
+    );
   });
 }
 

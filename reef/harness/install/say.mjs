@@ -2,6 +2,11 @@
 // Knows: text. Does not know: files, servers, clients.
 
 let speaker = "reef";
+for (const stream of [process.stdout, process.stderr]) {
+  stream.on("error", (error) => {
+    if (error.code !== "EPIPE") throw error; // who read it, such as `head`, has gone: the work goes on all the same
+  });
+}
 
 export function speak(name) {
   speaker = name;
@@ -43,4 +48,12 @@ export function shown(path) {
 export function redact(text) {
   const token = process.env.REEF_TOKEN;
   return token && token.length >= 6 ? text.replaceAll(token, "[token]") : text;
+}
+
+/** The last characters of a text, without the token, also where the cut would go through it. */
+export function ending(text, length) {
+  const token = process.env.REEF_TOKEN || "\0";
+  const cut = Math.max(0, text.length - length);
+  const at = text.lastIndexOf(token, cut);
+  return redact(text.slice(cut && at >= 0 ? Math.max(cut, at + token.length) : cut));
 }

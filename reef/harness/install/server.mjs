@@ -3,6 +3,7 @@
 //
 // The token goes to the installed address only: redirects are not followed, and it is in no message.
 
+import { execFile } from "node:child_process";
 import { Wrong, clean } from "./say.mjs";
 
 const MOST = 64 * 1024 * 1024;
@@ -25,8 +26,9 @@ export async function ask(bundle, method, route, { body, seconds = 30 } = {}) {
       fail(`no answer in ${seconds} s`);
     }, seconds * 1000);
     let call;
+    const lookup = seconds < 1 && url.hostname !== "localhost" ? apart(seconds) : undefined;
     try {
-      call = request(url, { method, headers, agent: false }, (answer) => {
+      call = request(url, { method, headers, agent: false, lookup }, (answer) => {
         const parts = [];
         let size = 0;
         answer.on("data", (part) => {
@@ -48,10 +50,33 @@ export async function ask(bundle, method, route, { body, seconds = 30 } = {}) {
   });
 }
 
+/** Finding a name's addresses in a process of its own: Node does not end before a resolver that hangs does. */
+function apart(seconds) {
+  const code =
+    'require("node:dns").lookup(process.argv[1], { all: true }, (error, found) => ' +
+    "process.stdout.write(JSON.stringify(error ? { code: error.code } : found)))";
+  const env = { ...process.env };
+  delete env.REEF_TOKEN;
+  return (name, { all }, done) => {
+    const ended = { env, timeout: seconds * 1000, killSignal: "SIGKILL" };
+    execFile(process.execPath, ["-e", code, "--", name], ended, (error, said) => {
+      const found = error ? error : (parse(said) ?? new Error("its name cannot be looked up"));
+      if (!Array.isArray(found) || !found.length) done(Object.assign(new Error("no address"), found));
+      else if (all) done(null, found);
+      else done(null, found[0].address, found[0].family);
+    });
+  };
+}
+
 /** The same for an answer that must be good: its JSON, or Wrong in the server's words. */
 export async function fetched(bundle, method, route, options) {
   const answer = await ask(bundle, method, route, options);
-  if (answer.status === 200) return { ...answer, json: parse(answer.data) };
+  if (answer.status === 200) {
+    const json = parse(answer.data);
+    if (json === null || typeof json !== "object")
+      throw new Wrong(`what answers at ${clean(bundle.url)} is no Reef server, or its answer was damaged on its way here`);
+    return { ...answer, json };
+  }
   const said = parse(answer.data)?.error?.message;
   if (answer.status === 401 && !process.env.REEF_TOKEN) throw new Wrong(untold());
   throw new Wrong(`the Reef server answered ${answer.status}${said ? `: ${clean(said)}` : ""}`);

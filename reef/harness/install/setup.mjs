@@ -10,6 +10,7 @@ import { alone } from "./lock.mjs";
 import { Wrong, print, quote, say, shown, speak } from "./say.mjs";
 import * as state from "./state.mjs";
 import { recover } from "./swap.mjs";
+import { listed } from "./words.mjs";
 
 /** `data` is the bundle's JSON, `options` the script's arguments. Returns the exit status. */
 export async function main(data, options) {
@@ -74,5 +75,5 @@ function next(bundle, name, bin) {
   if (!bundle.keyless && !process.env.REEF_TOKEN)
     lines.push("export REEF_TOKEN=...    # the token you have just used; it is kept nowhere");
   lines.push(name);
-  print(["next:", ...lines.map((line) => `  ${line}`)].join("\n"));
+  print(["next:", ...lines.map((line) => `  ${line}`), `Reef's own words: ${listed(name)}`].join("\n"));
 }

@@ -9,9 +9,10 @@ import { which } from "./client.mjs";
 import { guard, read, sha } from "./disk.mjs";
 import { clean, print, shown } from "./say.mjs";
 import { ask, fetched, untold } from "./server.mjs";
-import { runs, told } from "./start.mjs";
+import { differs, runs, told } from "./start.mjs";
 import * as state from "./state.mjs";
 import { broken } from "./swap.mjs";
+import { listed } from "./words.mjs";
 
 /** `status [--json]` */
 export async function status(here, args) {
@@ -37,7 +38,8 @@ export async function status(here, args) {
       seconds: 5,
     });
     found.served = { id: json.release_id, seq: json.seq, reason: json.reason };
-    news = json.release_id === bundle.release.id ? null : told(bundle, json);
+    if (json.release_id !== bundle.release.id)
+      news = differs(json) ? told(bundle, json) : `release ${clean(json.seq)}, with the same files`;
   } catch (error) {
     why = error.message;
   }
@@ -65,7 +67,7 @@ function version(client) {
 /** `doctor`: one line each, and what to do; the exit status says whether all is well. */
 export async function doctor(here) {
   const now = state.installed(here.base);
-  const looks = [node, client, wrapper, token, server, files, whole];
+  const looks = [node, client, wrapper, token, server, files, whole, words];
   let well = true;
   for (const look of looks) {
     let found;
@@ -126,7 +128,7 @@ async function server(here, now) {
   const alive = await ask(now.bundle, "GET", "/healthz", { seconds: 5 });
   if (alive.status !== 200) return { bad: `${clean(now.bundle.url)} answered ${alive.status}: is it a Reef server?` };
   const { json } = await fetched(now.bundle, "GET", "/reef/harness?brief=true", { seconds: 5 });
-  return { good: `${clean(now.bundle.url)} serves release ${json.seq}` };
+  return { good: `${clean(now.bundle.url)} serves release ${clean(json.seq)}` };
 }
 
 function files(here, now) {
@@ -152,4 +154,8 @@ function whole(here, now) {
   return same
     ? { good: "the wrapper's program is as installed" }
     : { bad: "the wrapper's program was changed: run the installer again" };
+}
+
+function words(here, now) {
+  return { good: listed(`reef-${now.bundle.adapter}`) };
 }

@@ -11,12 +11,16 @@ import { clean, print, quote, say, Wrong, shown } from "./say.mjs";
 import { fetched, untold } from "./server.mjs";
 import * as state from "./state.mjs";
 import { recover } from "./swap.mjs";
+import { hint } from "./words.mjs";
 
 const SECONDS = 0.3; // a start waits no longer for the server
 const RUNS = 50;
+const LINE = 4000; // characters of a notice
 const ASIDE = ["--version", "-v", "-V", "--help", "-h"];
 
 export async function start(here, args) {
+  const missed = hint(`reef-${path.basename(here.base)}`, args);
+  if (missed) say(missed);
   const ready = await prepare(here, args);
   print(
     Object.entries(ready.environment)
@@ -91,7 +95,7 @@ async function look(bundle) {
 }
 
 /** Releases that leave the harness as it is (other weights) are no news here. */
-function differs(json) {
+export function differs(json) {
   const changed = json.changes;
   return !changed || changed.added.length + changed.changed.length + changed.removed.length > 0;
 }
@@ -104,14 +108,15 @@ export function told(bundle, json) {
     words.push(`${verb} ${names.join(", ")}${found.length > 3 ? ` and ${found.length - 3} more` : ""}`);
   }
   const why = (json.changes?.releases ?? [])
-    .map((release) => release.reason)
+    .map((release) => release.why ?? release.reason) // without the gate's words, where the server tells it so
     .filter(Boolean)
     .slice(0, 2)
     .join("; ");
-  return clean(
+  const line = clean(
     `release ${json.seq} is out (you have ${bundle.release.seq})${words.length ? `: ${words.join("; ")}` : ""}` +
-      `${why ? `. Why: ${why.slice(0, 300)}` : ""}. To take it: reef-${bundle.adapter} update`,
+      `${why ? `. Why: ${why.slice(0, 300)}` : ""}`,
   );
+  return `${line.slice(0, LINE)}. To take it: reef-${bundle.adapter} update`; // a variable that is too long starts nothing
 }
 
 /** Remember the run, so that a report finds it. */
@@ -130,17 +135,20 @@ function note(here, now, session) {
   }
 }
 
-/** Runs, newest first. */
+/** Runs, newest first; those that a clock that was ahead has dated into the future come last. */
 export function runs(base) {
   const folder = path.join(base, "runs");
   const found = [];
   for (const name of fs.existsSync(folder) ? fs.readdirSync(folder) : []) {
     if (!/^[0-9a-f-]{36}\.json$/.test(name)) continue;
     try {
-      found.push(JSON.parse(fs.readFileSync(path.join(folder, name), "utf8")));
+      const run = JSON.parse(fs.readFileSync(path.join(folder, name), "utf8"));
+      if (typeof run.session === "string" && typeof run.at === "number") found.push(run);
     } catch {
       continue;
     }
   }
-  return found.sort((one, other) => other.at - one.at);
+  const now = Date.now();
+  const age = (run) => (run.at > now ? Number.MAX_SAFE_INTEGER - run.at : now - run.at);
+  return found.sort((one, other) => age(one) - age(other));
 }

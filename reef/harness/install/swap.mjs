@@ -9,7 +9,7 @@ import fs from "node:fs";
 import path from "node:path";
 import { guard, load, prune, put, read, sha, sync, write } from "./disk.mjs";
 import { alone, held } from "./lock.mjs";
-import { Wrong, say } from "./say.mjs";
+import { Wrong, say, shown } from "./say.mjs";
 
 const FORMAT = 1;
 
@@ -58,6 +58,7 @@ function finish(base) {
 function forward(base, steps) {
   for (const [place, step] of steps.entries()) {
     const target = guard(base, step.path);
+    spare(base, step, target);
     if (step.now === null) {
       fs.rmSync(target, { force: true });
       prune(path.dirname(target), base);
@@ -84,6 +85,7 @@ function back(base, steps) {
 
 function undo(base, place, step) {
   const target = guard(base, step.path);
+  spare(base, step, target);
   if (step.was !== null && !is(target, step.was)) {
     const again = path.join(base, "stage", `again-${place}`); // the copy stays until all is done
     write(again, fs.readFileSync(path.join(base, "stage", `old-${place}`)));
@@ -93,6 +95,17 @@ function undo(base, place, step) {
     fs.rmSync(target, { force: true });
     prune(path.dirname(target), base);
   }
+}
+
+/** What was written into a file after its swap was begun is somebody's work, and kept. */
+function spare(base, step, target) {
+  const data = read(target);
+  if (data === null || !step.path.startsWith("root/") || [step.was, step.now].includes(sha(data))) return;
+  const kept = guard(base, `replaced/${sha(data).slice(0, 16)}/${step.path.slice("root/".length)}`);
+  if (fs.existsSync(kept)) return;
+  fs.mkdirSync(path.dirname(kept), { recursive: true });
+  write(kept, data);
+  say(`${shown(target)} was changed during an update; that version is kept as ${shown(kept)}`);
 }
 
 function is(file, digest) {

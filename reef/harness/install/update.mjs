@@ -44,10 +44,11 @@ function preview(here, now, bundle, digest, mode, again) {
   const made = plan(here.base, now, bundle, mode);
   if (made.clashes.length) throw clash(made, bundle.release, again);
   if (digest === now.digest && !made.steps.length) {
-    print(`already current, ${state.label(bundle.release)}`);
+    print(`reef-${bundle.adapter}: already current, ${state.label(bundle.release)}`);
     return 0;
   }
-  print(`${state.label(now.bundle.release)} → ${state.label(bundle.release)}; nothing was changed yet`);
+  const from = `reef-${bundle.adapter}: ${state.label(now.bundle.release)}`;
+  print(`${from} → ${state.label(bundle.release)}; nothing was changed yet`);
   for (const step of made.steps)
     print(`  ${step.data === null ? "removes" : "writes"} ${shown(step.path.slice("root/".length))}`);
   for (const file of [...made.kept, ...made.joined]) print(`  keeps your changes in ${shown(file)}`);
