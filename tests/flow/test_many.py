@@ -74,7 +74,9 @@ def held(served: Served) -> list[dict[str, Any]]:
 
 
 def serves(served: Served, scenario: str, release_id: str) -> None:
-    until(lambda: served.client.get(f"/reef/scenarios/{scenario}").json()["release_id"] == release_id)
+    """Wait until it does, at both workers: each look is a connection of its own, and so at either of them."""
+    address = f"/reef/scenarios/{scenario}"
+    until(lambda: all(served.client.get(address).json()["release_id"] == release_id for _ in range(12)))
 
 
 def test_four_recipes_learn_side_by_side_and_a_hot_one_starves_nobody(served: Served) -> None:
