@@ -196,7 +196,7 @@ async def test_so_many_at_once_and_no_more(tmp_path):
 
     ended = await asyncio.gather(*(one(name) for name in "abc"))
     assert [outcome.fault for _, outcome, _ in ended] == [None] * 3
-    assert [name for name, _, _ in ended] == began == ["a", "b", "c"]
+    assert (sorted(began[:2]), began[2:]) == (["a", "b"], ["c"])
     assert min(seen for _, _, seen in ended) == 2
 
 
