@@ -84,18 +84,13 @@ async def measure(run: Run) -> dict[str, Any]:
 
 def figures(kept: dict[str, Any], end: dict[str, Any], *, released: bool) -> dict[str, Any]:
     base, last, metrics = kept["base"], kept["learnt"]["last"], kept["learnt"]["metrics"]
-    wins, losses = pairs(base["good"], end["good"])
     reason = str(last.get("reason") or "")
     spent = re.search(r"(\d+) of \d+ metric calls", f"{metrics.get('metric_calls', '')} {reason}")
     calls = metrics.get("metric_calls", float(spent[1]) if spent else None)
     named = ("rounds", "rewrites", "usable", "better_on_minibatch", "candidates", "merges")
     gate, learning = (last.get("timings") or {}).get("gate"), kept["learnt"]["seconds"]
     return {
-        "base": base["score"],
-        "end": end["score"],
-        "wins": wins,
-        "losses": losses,
-        "p": mcnemar(wins, losses),
+        **compared(base, end),
         "released": int(released),
         "metric_calls": calls,
         **{name: metrics.get(name) for name in named},
@@ -111,6 +106,12 @@ def figures(kept: dict[str, Any], end: dict[str, Any], *, released: bool) -> dic
         "verdict": reason[:300],
         "curve": [[0, base["score"]], [1, end["score"]]],
     }
+
+
+def compared(base: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the same questions before and after."""
+    wins, losses = pairs(base["good"], end["good"])
+    return {"base": base["score"], "end": end["score"], "wins": wins, "losses": losses, "p": mcnemar(wins, losses)}
 
 
 def pairs(before: Sequence[bool], after: Sequence[bool]) -> tuple[int, int]:

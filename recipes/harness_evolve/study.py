@@ -17,7 +17,7 @@ from typing import Any
 from reef.study import Arm, Demand, Results, Study
 from reef.study.run import Run
 
-from ..gepa.study import complain, mcnemar, measure, pairs
+from ..gepa.study import compared, complain, measure
 
 COMPLAINTS = 3
 
@@ -50,17 +50,12 @@ async def drive(run: Run) -> dict[str, Any]:
 
 def figures(kept: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
     base, turns = kept["base"], kept["turns"]
-    wins, losses = pairs(base["good"], end["good"])
     unread = sum("cannot be used" in one["reason"] for one in turns)
     unwritten = sum("refused" in one["reason"] or "is empty" in one["reason"] for one in turns)
     declined = sum(one["reason"].startswith("no proposal") for one in turns) - unread - unwritten
     released = [one["released"] for one in turns]
     return {
-        "base": base["score"],
-        "end": end["score"],
-        "wins": wins,
-        "losses": losses,
-        "p": mcnemar(wins, losses),
+        **compared(base, end),
         "orders": len(turns),
         "not_usable": unread,  # after a repair turn: no JSON in the form, or refused by cordis
         "no_answer": unwritten,

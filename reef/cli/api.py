@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reef.cli import options, state
 from reef.config import Settings
 from reef.core.errors import AuthError, ConflictError, InputError, MissingError, ReefError, RightError, WireError
-from reef.core.ids import is_scenario
+from reef.core.ids import SCENARIO_RULE, is_scenario
 
 if TYPE_CHECKING:
     import httpx
@@ -59,8 +59,7 @@ def find(args: argparse.Namespace) -> Found:
     )
     scenario = getattr(args, "scenario", None) or settings.reef.default_scenario
     if not is_scenario(scenario):  # it goes into a header
-        right = "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit"
-        raise InputError(right, param="scenario")
+        raise InputError(SCENARIO_RULE, param="scenario")
     folder = settings.reef.state_dir
     named = any(key == "reef.state_dir" for key, _ in getattr(args, "overrides", ()))
     apart = named and not given and not state.held(folder)

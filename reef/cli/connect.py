@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from reef.cli import options
 from reef.cli.api import Found, connect, find, refusal, silent
 from reef.core.errors import InputError, WireError
-from reef.core.ids import is_scenario
 
 if TYPE_CHECKING:
     from reef.core.nouns import Json
@@ -72,9 +71,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace) -> int:
     from reef.harness.agents import AGENTS, agent
 
-    if args.scenario and not is_scenario(args.scenario):
-        named = "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit"
-        raise InputError(named, param="scenario")
     if args.agent in ("openai", "anthropic"):
         print(snippet(args.agent, find(args), args.scenario))
         return 0

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from reef.core.ids import is_address, is_scenario
+from reef.core.ids import SCENARIO_RULE, is_address, is_scenario
 from reef.core.nouns import ActKind
 
 Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
@@ -35,7 +35,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 def _scenario_name(value: str) -> str:
     if not is_scenario(value):
-        raise ValueError("a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit")
+        raise ValueError(SCENARIO_RULE)
     return value
 
 

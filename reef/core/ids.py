@@ -15,6 +15,8 @@ from collections.abc import Iterator
 _RECEIPT = re.compile(r"[0-9a-f]{32}")
 _WRAPPED = re.compile(r"(?:chatcmpl-|resp_|msg_)([0-9a-f]{32})")
 _SCENARIO = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+SCENARIO_RULE = "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit"
+"""What a person is told whose scenario's name is none."""
 AUTHORITY = re.compile(r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{1,5})?")
 """A host, with or without a port."""
 _ADDRESS = re.compile(rf"https?://{AUTHORITY.pattern}(?:/[A-Za-z0-9._~-]+)*/?")

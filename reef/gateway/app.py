@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from reef.core.errors import InputError, MissingError, WireError
-from reef.core.ids import is_scenario
+from reef.core.ids import SCENARIO_RULE, is_scenario
 from reef.core.nouns import Json, Serving
 from reef.core.wire import Wake
 from reef.gateway import (
@@ -207,10 +207,7 @@ class App:
         call.scenario = placed if placed is not None else named
         if call.scenario is not None:
             if not is_scenario(call.scenario):
-                raise InputError(
-                    "a scenario's name is 1 to 63 of a-z 0-9 . _ - and begins with a letter or digit",
-                    param="x-reef-scenario",
-                )
+                raise InputError(SCENARIO_RULE, param="x-reef-scenario")
             call.token.enter(call.scenario)
 
     async def serving(self, call: Call) -> Serving:

@@ -5,21 +5,7 @@ import os
 
 import pytest
 
-from tests.harness.kit_install import TOKEN, Machine, Shop
-
-
-@pytest.fixture
-def shop():
-    made = Shop()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def machine(tmp_path, shop):
-    made = Machine(tmp_path)
-    made.install(shop.bundle()).good()
-    return made
+from tests.harness.kit_install import TOKEN
 
 
 def test_a_report_is_on_the_last_run(machine, shop):

@@ -14,21 +14,7 @@ import pytest
 
 from reef.harness import install
 from reef.harness.tree import Entry
-from tests.harness.kit_install import TOKEN, Machine, Shop, rule, skill
-
-
-@pytest.fixture
-def shop():
-    made = Shop()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def machine(tmp_path, shop):
-    made = Machine(tmp_path)
-    made.install(shop.bundle()).good()
-    return made
+from tests.harness.kit_install import TOKEN, rule, skill
 
 
 def publish(shop):
