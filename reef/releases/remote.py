@@ -99,8 +99,8 @@ class Remote:
         with self._alone():
             state = read(self._path) or State("")
             if state.url != hide(self.url):
+                self._forget()  # before the state names the new address: the old one's list would be taken for its own
                 state = State(hide(self.url))
-                self._pushed_path.unlink(missing_ok=True)
             try:
                 heads = self._local()
                 same = (heads, dict(marks)) == (state.heads, state.marks)
@@ -210,7 +210,7 @@ class Remote:
             elif theirs is None or theirs in {release.id for release in self.back(name, head, None)}:
                 # It held more than it does now: what else it lost cannot be known, so everything is offered again.
                 state.heads, state.marks, state.absent = {}, {}, 0
-                self._pushed_path.unlink(missing_ok=True)
+                self._forget()
                 return self._news(state, heads, there)
             else:
                 state.others[name] = theirs
@@ -284,25 +284,44 @@ class Remote:
 
     def _taken(self) -> set[str]:
         """What the remote took. Another process may have added to it, or begun anew."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             stat = self._pushed_path.stat()
             stamp = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
             if self._known[0] != stamp:
                 self._known = stamp, set(self._pushed_path.read_text().split())
             return self._known[1]
-        return set()
+        except FileNotFoundError:
+            return set()
+        except OSError as error:
+            raise ChainError(f"cannot read {self._pushed_path}: {error.strerror}; {disk.advice(error)}") from None
 
     def took(self, digests: Iterable[str]) -> None:
+        """Note that the remote has these. ChainError when it cannot be written down."""
         new = [digest for digest in dict.fromkeys(digests) if digest not in self._taken()]
-        if new:
+        if not new:
+            return
+        try:
             with self._pushed_path.open("a") as file:
                 file.write("".join(f"\n{digest}\n" for digest in new))  # a line that was cut off before is none
-            settle(self._pushed_path)
+        except OSError as error:
+            raise ChainError(f"cannot write {self._pushed_path}: {error.strerror}; {disk.advice(error)}") from None
+        settle(self._pushed_path)
+
+    def _forget(self) -> None:
+        """Begin anew: of what the remote took nothing is known."""
+        try:
+            self._pushed_path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ChainError(f"cannot remove {self._pushed_path}: {error.strerror}; {disk.advice(error)}") from None
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """One push at a time. Git's children do not hold the lock: some of them (ssh, credential caches) stay."""
-        descriptor = os.open(self._path / "reef" / "push.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self._path / "reef" / "push.lock"
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ChainError(f"cannot open {lock}: {error.strerror}; {disk.advice(error)}") from None
         try:
             while True:
                 if self.transport.stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -415,6 +416,30 @@ def test_a_head_without_its_large_file_is_not_pushed(
     assert not one.pushed(old.name)
     grow(4)
     assert one.push({}).absent == 1
+
+
+def test_what_the_remote_took_cannot_be_noted(one: Remote, path: Path, grow: Callable[..., Release]) -> None:
+    """The error is one of ours and says what to do, whoever asked: a push, or a start from the remote alone."""
+    grow(1)
+    one.push({})
+    grow(2)
+    (path / "reef/pushed").unlink()
+    (path / "reef/pushed").mkdir()
+    with pytest.raises(ChainError, match=r"cannot (read|write) .*pushed"):
+        one.took(["0" * 64])
+    state = one.push({})
+    assert state.condition == "refused"
+    assert "pushed" in (state.error or "")
+    (path / "reef/pushed").rmdir()
+    (path / "reef/pushed").touch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(ChainError, match=r"cannot write .*pushed.*free some"):
+            one.took(["0" * 64])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert one.push({}).condition == "in step"
 
 
 def test_another_address_begins_anew(one: Remote, path: Path, grow: Callable[..., Release], tmp_path: Path) -> None:
