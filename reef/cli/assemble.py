@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from reef.cli import gate, parts, process, reader, route
 from reef.cli.ask import asking
-from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, provider
+from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, own_model, provider
 from reef.cli.process import Boot
 from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
 from reef.config import Settings
 from reef.config.settings import EngineSettings
 from reef.core.errors import ConfigError, EngineError, MissingError, ReefError, StoreError
+from reef.core.kinds import OWN
 from reef.core.load import load
 from reef.core.nouns import Serving
 from reef.core.rpc import Client
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from reef.trainers import Trainer
     from reef.trainers.folder import State
 
-EMBEDDED = gate.EMBEDDED
 SPARE = 4 * 1024 * 1024  # bytes of disk without which a server does not call itself ready
 PROBE = 2.0  # seconds for which one successful write proves that the store can be written
 log = logging.getLogger(__name__)
@@ -145,13 +145,18 @@ def _engines(boot: Boot, settings: Settings) -> dict[str, Engine]:
     for name in engine_names(settings):
         chosen = settings.engine(name)
         kind = load(ENGINES.get(chosen.kind, chosen.kind), what="engine")
-        if chosen.kind == "local":
+        if chosen.kind in OWN:
             assert boot.model is not None
-            made[name] = kind(boot.run / "engine.sock", model=boot.model["name"])
             if "missing" in boot.model:
                 from reef.cli.base import Absent
 
                 made[name] = Absent(boot.model["missing"])
+            elif chosen.kind == "local":
+                made[name] = kind(boot.run / "engine.sock", model=boot.model["name"])
+            else:
+                made[name] = kind(
+                    parts.away(boot, settings, name, open_chain(settings.reef.state_dir, settings)), **chosen.options
+                )
         elif chosen.kind == "upstream":
             made[name] = kind(**provider(chosen))
         else:
@@ -215,17 +220,16 @@ def prepare(boot: Boot) -> dict[str, str] | None:
     Runs in a process of its own while nothing else does: the first conversion of the model takes a while and memory.
     """
     settings = _settings(boot)
-    if (engine := local_engine(settings)) is not None:
+    if (wanted := own_model(settings)) is not None:
         from reef.engines.local.folder import prepare as find
 
-        wanted = engine.model or settings.reef.model or EMBEDDED
         try:
             folder = find(wanted)
             model = {"path": str(folder.path), "name": folder.name, "digest": folder.digest}
         except ReefError as error:
             if not _others(settings):  # nothing could be served
                 raise
-            log.error("the local engine has no model, its scenarios are not served: %s", error.message)
+            log.error("there is no model to train, the scenarios of its engine are not served: %s", error.message)
             model = {"path": "", "name": wanted, "digest": "", "missing": error.message}
         boot = dataclasses.replace(boot, model=model)
     from reef.cli import numbers, remote
@@ -274,7 +278,7 @@ def trouble(boot: Boot, settings: Settings, chain: GitChain, name: str, engine: 
 
 
 def _others(settings: Settings) -> bool:
-    """Whether a scenario of a folder that is in use is served by an engine that is not the local one."""
+    """Whether a scenario of a folder that is in use is served by an engine whose weights are not ours."""
     if not (settings.reef.state_dir / "releases.git").is_dir():
         return False
     board = open_board(settings.reef.state_dir)
@@ -283,7 +287,7 @@ def _others(settings: Settings) -> bool:
         for name in {settings.reef.default_scenario, *settings.scenarios, *created}:
             with contextlib.suppress(ConfigError):
                 wanted = scenario_of(settings, name, created.get(name, {}))
-                if settings.engine(wanted.engine).kind != "local":
+                if settings.engine(wanted.engine).kind not in OWN:
                     return True
         return False
     finally:
@@ -527,11 +531,11 @@ async def _keep(settings: Settings, chain: GitChain) -> None:
 
 
 def _trainer(boot: Boot, settings: Settings) -> Trainer:
-    from reef.trainers import TRAINERS
+    from reef.trainers import TRAINERS, WORKS
 
     backend, given = settings.training.backend, settings.training.options
     made_of = load(TRAINERS.get(backend, backend), what="trainer")
-    if backend == "local":
+    if backend in WORKS:
         return cast("Trainer", made_of(boot.run / "trainer.sock"))
     if backend == "fake":
         return cast("Trainer", made_of(settings.reef.state_dir / "training", **given))
@@ -553,14 +557,16 @@ def engine(boot: Boot) -> None:
 
 def trainer(boot: Boot) -> None:
     """The trainer, at a low priority, until SIGTERM."""
-    from reef.trainers.local.server import run
+    from reef.trainers import Ground, options
+    from reef.trainers.server import run
 
     settings = _settings(boot)
     assert boot.model is not None
-    state = settings.reef.state_dir
+    state, model, chosen = settings.reef.state_dir, boot.model, settings.training
     listener = socket.socket(fileno=process.fd("TRAINER"))
     resolver = parts.resolver(open_chain(state, settings))
-    run(listener, Path(boot.model["path"]), state / "training", resolver, boot.model["digest"])
+    ground = Ground(Path(model["path"]), state / "training", resolver, model["name"], model["digest"])
+    run(listener, ground, chosen.backend, options(chosen.backend, chosen.options))
 
 
 def recover(boot: Boot) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from reef.cli.process import Boot
 from reef.config import Settings
 from reef.core.errors import EngineError
+from reef.core.kinds import OWN
 
 if TYPE_CHECKING:
     from reef.core.nouns import Release
@@ -24,7 +25,7 @@ CHANGED, GONE = "base changed", "base missing"
 def trouble(boot: Boot, settings: Settings, name: str, engine: str, head: Release | None) -> str | None:
     """Why a scenario cannot be served now, and what to do; None when it can. `engine` is the scenario's, by name."""
     kind = settings.engine(engine).kind
-    if kind == "local" and boot.model is not None and "missing" in boot.model:
+    if kind in OWN and boot.model is not None and "missing" in boot.model:
         return f"{GONE}: {boot.model['missing']}. Scenario {name} is served again after a restart with its model"
     part = head.parts.get("weights") if head is not None else None
     if part is None:
@@ -37,7 +38,7 @@ def trouble(boot: Boot, settings: Settings, name: str, engine: str, head: Releas
             f"{CHANGED}: the releases of scenario {name} belong to the model {made} ({digest[:12]}), and its engine "
             f"{engine} answers with a provider's; give the scenario a local engine and {advice}"
         )
-    if kind == "local" and boot.model is not None and digest not in ("", boot.model["digest"]):
+    if kind in OWN and boot.model is not None and digest not in ("", boot.model["digest"]):
         return (
             f"{CHANGED}: the releases of scenario {name} belong to the model {made} ({digest[:12]}), and the server "
             f"has {boot.model['name']} ({boot.model['digest'][:12]}); {advice}"

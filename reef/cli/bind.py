@@ -20,6 +20,7 @@ from reef.config import check as rules
 from reef.config.file import Where, dotted
 from reef.config.settings import TASKS, EngineSettings, file_source
 from reef.core.errors import ConfigError
+from reef.core.kinds import OWN
 from reef.core.load import load
 from reef.core.nouns import PartName
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 _PROVIDER = {"url", "api", "model", "speaks", "retries", "retry_seconds", "connect", "idle", "connections"}
 _PROVIDER |= {"proxy", "trust_env"}
+_OPTIONS = {"local": "reef.engines.local.server:Options", "vllm": "reef.engines.remote.vllm:Options"}
+_OPTIONS |= {"sglang": "reef.engines.remote.sglang:Options"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,12 @@ def check(
     keys must be set, as they must for a server.
     """
     from reef.engines import ENGINES
-    from reef.trainers import TRAINERS
+    from reef.trainers import OPTIONS, TRAINERS, WORKS
 
     rules.choice(("training", "backend"), settings.training.backend, TRAINERS, lookup, "trainer")
+    if (backend := settings.training.backend) in WORKS:
+        made_of = load(OPTIONS[backend], what="options")
+        rules.arguments(made_of, settings.training.options, ("training", "options"), f"{backend} trainer", lookup)
     for name, engine in settings.engines.items():
         rules.choice(("engines", name, "kind"), engine.kind, ENGINES, lookup, "kind of engine")
         if keys and engine.key_env and not os.environ.get(engine.key_env):
@@ -98,10 +104,9 @@ def check(
             except ConfigError as error:
                 at = ("engines", name, str(error.param))
                 raise ConfigError(f"{lookup(at)}: engine {name}: {error.message}", param=dotted(at)) from None
-        if engine.kind == "local":
-            from reef.engines.local.server import Options
-
-            rules.arguments(Options, engine.options, ("engines", name, "options"), "local engine", lookup)
+        if engine.kind in OWN:
+            made_of = load(_OPTIONS[engine.kind], what="options")
+            rules.arguments(made_of, engine.options, ("engines", name, "options"), f"{engine.kind} engine", lookup)
     hook = settings.observability.webhook
     if keys and hook is not None and hook.secret_env and not os.environ.get(hook.secret_env):
         at = ("observability", "webhook", "secret_env")
@@ -127,9 +132,9 @@ def check(
 def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, within: Where = ()) -> Bound:
     """Make a scenario's recipes and check what they need of its engine and gate."""
     kind = settings.engine(scenario.engine).kind
-    if kind == "local" and (scenario.model or settings.reef.model) != settings.reef.model:
+    if kind in OWN and (scenario.model or settings.reef.model) != settings.reef.model:
         raise ConfigError(
-            f"{lookup((*within, 'model'))}: a server has one local model; remove the model of scenario {scenario.name}"
+            f"{lookup((*within, 'model'))}: a server trains one model; remove the model of scenario {scenario.name}"
         )
     if scenario.releases.remote != settings.releases.remote:
         raise ConfigError(
@@ -228,6 +233,14 @@ def engine_names(settings: Settings) -> list[str]:
 def local_engine(settings: Settings) -> EngineSettings | None:
     """The settings of the embedded engine, when a scenario may use it."""
     return next((settings.engine(n) for n in engine_names(settings) if settings.engine(n).kind == "local"), None)
+
+
+def own_model(settings: Settings) -> str | None:
+    """The base model whose weights are ours to train, by name or folder; None when no engine in use serves them."""
+    if not any(settings.engine(name).kind in OWN for name in engine_names(settings)):
+        return None
+    local = local_engine(settings)
+    return (local.model if local is not None else None) or settings.reef.model or gate.EMBEDDED
 
 
 def running(settings: Settings, wanted: ScenarioSettings) -> None:

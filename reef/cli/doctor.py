@@ -59,7 +59,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("python", sys.version_info >= (3, 11), f"{platform.python_version()} (3.11 or newer is needed)")
     yield _program("git", needed=True)
     yield _program("git-lfs", needed=False)
-    from reef.cli import assemble, bind
+    from reef.cli import bind
 
     try:
         loaded, bound = bind.load_checked(args)
@@ -72,14 +72,13 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         if loaded.file is None:
             yield Finding("defaults", None, "the checks below are of the defaults, as the configuration cannot be used")
     model: dict[str, str] | None = None
-    if (engine := bind.local_engine(loaded.settings)) is not None:
+    if (wanted := bind.own_model(loaded.settings)) is not None:
         yield _torch()
-        name = engine.model or loaded.settings.reef.model or assemble.EMBEDDED
         try:
-            model = _model(name)
+            model = _model(wanted)
             yield Finding("model", True, f"{model['name']} in {model['path']}")
         except ReefError as error:
-            model = {"path": "", "name": name, "digest": "", "missing": error.message}
+            model = {"path": "", "name": wanted, "digest": "", "missing": error.message}
             yield Finding("model", False, error.message)
     for name in bind.engine_names(loaded.settings):
         if loaded.settings.engine(name).kind == "upstream":

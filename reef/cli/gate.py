@@ -18,6 +18,7 @@ from reef.config import check as rules
 from reef.config.file import Where, dotted
 from reef.config.settings import GateSettings, dotted_source
 from reef.core.errors import ConfigError
+from reef.core.kinds import OWN
 from reef.core.load import load
 from reef.core.nouns import Record, Release, Usage
 
@@ -293,7 +294,7 @@ def price(settings: Settings, scenario: ScenarioSettings, local: str | None = No
     from reef.evaluation import Price
 
     name, engine = scenario.engine, settings.engine(scenario.engine)
-    models = [engine.model, *([scenario.model, local or EMBEDDED] if engine.kind == "local" else [])]
+    models = [engine.model, *([scenario.model, local or EMBEDDED] if engine.kind in OWN else [])]
     keys = [key for model in models if model is not None for key in (f"{name}/{model}", model)]
     found = next((settings.prices[key] for key in (*keys, name) if key in settings.prices), None)
     return None if found is None else Price(found.prompt, found.output)

@@ -7,16 +7,20 @@ Does not know: processes, sockets, the loop; `assemble` puts everything together
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from reef.cli.process import Boot
 from reef.config import ScenarioSettings, Settings
 from reef.core.errors import MissingError
+from reef.core.kinds import OWN
 
 if TYPE_CHECKING:
     from reef.core.nouns import Release
     from reef.engines import Resolver, WeightFiles
+    from reef.engines.remote import Away
     from reef.harness.apply import Applied, Wish
     from reef.releases import NewPart
     from reef.releases.chain import GitChain
@@ -37,7 +41,7 @@ def base(boot: Boot, settings: Settings, engine: str) -> NewPart:
     from reef.releases import NewPart
 
     chosen = settings.engine(engine)
-    if boot.model is not None and chosen.kind == "local":
+    if boot.model is not None and chosen.kind in OWN:
         base = {"name": boot.model["name"], "digest": boot.model["digest"]}
     elif chosen.kind == "upstream":
         base = {"name": chosen.model or urlsplit(chosen.url or "").hostname or engine, "digest": ""}
@@ -46,6 +50,27 @@ def base(boot: Boot, settings: Settings, engine: str) -> NewPart:
     meta = {"base": base, "kind": "base", "rank": 0, "alpha": 0}
     text = json.dumps(meta, sort_keys=True, separators=(",", ":"))
     return NewPart("base", {"weights.json": text.encode()}, meta)
+
+
+def away(boot: Boot, settings: Settings, name: str, chain: GitChain) -> Away:
+    """What an engine with servers of its own is made with: where they are, and the base model that they must have."""
+    from reef.engines.remote import Away as Made
+
+    assert boot.model is not None
+    chosen = settings.engine(name)
+    return Made(
+        name=name,
+        urls=chosen.servers,
+        model=chosen.model,
+        key=os.environ.get(chosen.key_env or ""),
+        folder=Path(boot.model["path"]),
+        base=boot.model["name"],
+        digest=boot.model["digest"],
+        resolve=resolver(chain),
+        place=settings.reef.state_dir / "engines" / name,
+        connect=chosen.connect,
+        idle=chosen.idle,
+    )
 
 
 def first(chain: GitChain, name: str) -> str:

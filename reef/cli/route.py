@@ -17,6 +17,7 @@ from reef.config import ScenarioSettings, Settings
 from reef.config import check as rules
 from reef.config.file import Place, Where
 from reef.core.errors import ChainError, ConfigError, EngineError, ModelError
+from reef.core.kinds import OWN
 
 if TYPE_CHECKING:
     from reef.engines import Engine
@@ -206,7 +207,7 @@ def answering(boot: Boot, settings: Settings) -> dict[str, str]:
     found = {}
     for name in engine_names(settings):
         chosen = settings.engine(name)
-        local = boot.model["name"] if boot.model is not None and chosen.kind == "local" else None
+        local = boot.model["name"] if boot.model is not None and chosen.kind in OWN else None
         found[name] = local or chosen.model or name
     return found
 

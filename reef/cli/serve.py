@@ -29,6 +29,7 @@ from reef.cli.supervise import Role, Supervisor
 from reef.config import Loaded
 from reef.config.settings import Settings
 from reef.core.errors import ConfigError, ReefError, StoreError
+from reef.core.kinds import OWN
 
 if TYPE_CHECKING:
     from reef.cli.bind import Bound
@@ -119,6 +120,9 @@ def prepare(boot: Boot, lock: int) -> Boot:
 
 def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, secret: list[str]) -> Supervisor:
     """The roles of this configuration. Remote and fake engines and trainers have no process."""
+    from reef.cli.bind import local_engine
+    from reef.trainers import WORKS
+
     run_id = secrets.token_hex(4)
     for name in ("meter", "metrics"):  # what the gateways of an earlier server counted together
         shutil.rmtree(boot.run / name, ignore_errors=True)
@@ -138,8 +142,9 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
     roles.append(Role("learner", process.command("learner"), learner, common, phase=1))
     if boot.model is not None and "missing" not in boot.model:
         fds = {**files, "ENGINE": sockets["engine"].fileno()}
-        roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
-        if settings.training.backend == "local":
+        if local_engine(settings) is not None:
+            roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
+        if settings.training.backend in WORKS:
             fds = {**files, "TRAINER": sockets["trainer"].fileno()}
             roles.append(Role("trainer", process.command("trainer"), fds, calm, wakes=sockets["trainer"], phase=2))
     roles.append(Role("recover", process.command("recover"), files, recovery, phase=1, once=True))
@@ -225,7 +230,7 @@ def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None,
     else:
         token, shown = f"in {folder / 'token'}", f"$(cat {folder / 'token'})"
     engine = settings.engine(reef.engine)
-    own = (reef.model or "smollm2-135m") if engine.kind == "local" else engine.model
+    own = (reef.model or "smollm2-135m") if engine.kind in OWN else engine.model
     model = own or ("as each request names it" if engine.kind == "upstream" else engine.kind)
     where = f" at {urlsplit(engine.url).netloc.rpartition('@')[2]}" if engine.url else ""
     asked = next(iter(settings.models), own or ("MODEL" if engine.kind == "upstream" else reef.engine))

@@ -23,6 +23,7 @@ import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from reef.core.ids import SCENARIO_RULE, is_address, is_scenario
+from reef.core.kinds import OWN, REMOTE
 from reef.core.nouns import ActKind
 
 Text = Annotated[str, BeforeValidator(lambda value: getattr(value, "text", value))]
@@ -68,8 +69,8 @@ class ReefSettings(Section):
     default_scenario: ScenarioName = "default"
     create_scenarios: bool = True  # a request with a new scenario name creates it; false: 404
     engine: Text = "local"  # local, fake (deterministic answers, for tests), or a name under engines
-    model: Text | None = None  # for engine local: a folder, a hub id, or smollm2-135m (the default)
-    recipe: Text | None = None  # a short name or package.module:Name; default: sao with engine local, else record
+    model: Text | None = None  # whose weights are ours (local, vllm, sglang): a folder, a hub id, or smollm2-135m
+    recipe: Text | None = None  # a short name or package.module:Name; default: sao where weights are ours, else record
     recipes: tuple[Text | dict[str, Any], ...] = ()  # instead of recipe: one per part, {use: …, fields…} or a path
     recipe_fields: dict[str, Any] = Field(default_factory=dict)  # not written by hand: the keys beside recipe
 
@@ -96,13 +97,15 @@ def _recipes(section: ReefSettings | ScenarioOverrides) -> None:
 
 
 class EngineSettings(Section):
-    """An engine by name. `kind` is local, upstream, fake, or package.module:Name (then `options` are its arguments)."""
+    """An engine by name. `kind` is local, vllm, sglang, upstream, fake, or package.module:Name (then `options` are its
+    arguments)."""
 
     kind: Text = "upstream"
-    url: Text | None = None  # upstream: the address up to and with /v1
+    url: Text | None = None  # upstream: the address up to and with /v1; vllm, sglang: the server's, without it
+    urls: tuple[Text, ...] = ()  # vllm, sglang: several servers with the same model, instead of url
     api: Literal["openai", "anthropic"] = "openai"  # upstream: whose kind of server it is
     key_env: Text | None = None  # the environment variable that holds the key; the key itself is never in the file
-    model: Text | None = None  # upstream: rewrite every request's model to this name
+    model: Text | None = None  # upstream: rewrite every request's model to this name; vllm, sglang: the base's there
     speaks: tuple[Dialect, ...] = ()  # upstream: its dialects, when they are others than its api's usual ones
     retries: Annotated[int, Field(ge=0, le=10)] = 2  # upstream: further tries of a request that failed at once
     retry_seconds: Annotated[float, Field(ge=0)] = 10.0  # upstream: in which they all begin; a longer retry-after: none
@@ -111,15 +114,29 @@ class EngineSettings(Section):
     connections: Annotated[int, Field(ge=0)] = 0  # upstream: at once, from each gateway; 0: no limit
     proxy: Text | None = None  # upstream: an HTTP proxy, http://host:port
     trust_env: bool = False  # upstream: take the proxy from HTTP_PROXY, HTTPS_PROXY and NO_PROXY
-    options: dict[str, Any] = Field(default_factory=dict)  # local: see reef/engines/local; else the class's arguments
+    options: dict[str, Any] = Field(default_factory=dict)  # local, vllm, sglang: docs/engines.md; else arguments
 
     @pydantic.model_validator(mode="after")
     def _address(self) -> Self:
         if self.kind == "upstream" and not (self.url or "").startswith(("http://", "https://")):
             raise ValueError("an upstream engine needs url: http://… or https://…, up to and with /v1")
+        if self.kind in REMOTE:
+            given = self.servers
+            if not given or not all(one.startswith(("http://", "https://")) for one in given):
+                raise ValueError(f"an engine of kind {self.kind} needs url: http://… (or urls, for several servers)")
+            if (self.url is not None and self.urls) or len(set(given)) < len(given):
+                raise ValueError("urls are several servers, each once; give url or urls, not both")
+        elif self.urls:
+            raise ValueError(f"urls is for engines of kind vllm and sglang, not {self.kind}; give url")
         if self.proxy is not None and not self.proxy.startswith("http://"):
             raise ValueError("proxy is an HTTP proxy's address, http://host:port")
         return self
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Where a vllm or sglang engine's servers are, without `/v1`."""
+        given = self.urls or ((self.url,) if self.url is not None else ())
+        return tuple(one.rstrip("/").removesuffix("/v1") for one in given)
 
 
 class GateSettings(Section):
@@ -175,7 +192,7 @@ class ReleaseSettings(Section):
 
 
 class TrainingSettings(Section):
-    backend: Text = "local"  # local | fake (for tests), or package.module:Name
+    backend: Text = "local"  # local | ray | tinker | slime | fake (for tests), or package.module:Name
     trigger: Literal["auto", "manual", "hybrid"] = "auto"
     """auto: a step is made as soon as experience makes a batch. manual: only when a person sends an instruction
     (POST /reef/train). hybrid: both."""
@@ -374,7 +391,7 @@ def _uses(reef: ReefSettings, over: ScenarioOverrides, kind: str, name: str) -> 
             else Use(str(item["use"]), {k: v for k, v in item.items() if k != "use"}, (*where, "recipes", place))
             for place, item in enumerate(over.recipes or reef.recipes)
         )
-    recipe = reef.recipe or ("sao" if kind == "local" else "record")
+    recipe = reef.recipe or ("sao" if kind in OWN else "record")
     inherited = frozenset(reef.recipe_fields) - frozenset(over.recipe_fields)
     fields = reef.recipe_fields | over.recipe_fields
     return (Use(recipe, fields, where if over.recipe_fields else ("reef",), inherited),)

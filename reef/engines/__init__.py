@@ -41,6 +41,7 @@ class Ask:
     priority: int = 0  # 0 live; 1 evaluation; 2 probe
     query: str = ""
     model: str | None = None
+    session: str | None = None  # whose requests share a beginning: an engine of several servers keeps them together
 
 
 @dataclass(frozen=True, slots=True)

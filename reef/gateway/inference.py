@@ -93,6 +93,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
         0 if purpose == "live" else 1,
         call.scope.get("query_string", b"").decode("latin-1"),
         target.model,
+        session_of(call.headers, body),
     )
     earlier: Sequence[Json] = ()
     if dialect == "responses" and body.get("previous_response_id") is not None:
@@ -110,7 +111,7 @@ async def _infer(app: App, call: Call, dialect: str, check: Callable[[Mapping[st
         "request": data,
         "rendered": rendered,
         "model_asked": body.get("model"),
-        "session": session_of(call.headers, body),
+        "session": ask.session,
         "tags": tags_of(call.headers) | _noted(added) | call.token.mark,
         "client": call.headers.get("user-agent"),
     }

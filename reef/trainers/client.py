@@ -1,6 +1,7 @@
-"""The local trainer as its users see it: a socket. No torch here.
+"""A trainer in a process of its own as its users see it: a socket. No torch here.
 
-Knows: the wire messages. Does not know: whether the process runs yet; the supervisor starts it at the first connection.
+Knows: the wire messages. Does not know: which backend works there, or whether the process runs yet; the supervisor
+starts it at the first connection.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from reef.core.rpc import Client
 from reef.core.wire import Ping, Pong, Progress, Step, Stepped
 
 
-class LocalTrainer:
+class SocketTrainer:
     def __init__(self, socket: Path) -> None:
         self._client = Client(socket)
 

@@ -36,9 +36,6 @@ PRIVATE = ("optimizer.safetensors", "modules.safetensors", STATE)
 Content = bytes | Callable[[Path], None]
 """A file's bytes, or a function that writes them to the path it is given."""
 
-Report = Callable[[str, int, int], None]
-"""Told (stage, done, total) as a step goes on. May raise to stop it; nothing is written then."""
-
 
 @dataclass(frozen=True, slots=True)
 class State:

@@ -1,10 +1,10 @@
 """The trainer process: orders come over a socket, one step is made at a time, progress is streamed back.
 
-Knows: the wire messages, one worker thread, and that torch is loaded at the first order and not before.
-Does not know: who restarts it, how batches are chosen, what becomes of a step.
+Knows: the wire messages, one worker thread, and that a backend is made at the first order and not before.
+Does not know: which backend that is, who restarts the process, how batches are chosen, what becomes of a step.
 
 - A second order for the same step waits and is then answered from disk.
-- An order whose caller went away stops at the next micro-batch; nothing of it is written.
+- An order whose caller went away stops at the next progress; nothing of it is written.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from reef.core import rpc
 from reef.core.errors import ReefError, StoreError, TrainError, WireError
+from reef.core.load import load
 from reef.core.wire import Message, Ping, Pong, Progress, Step, Stepped
-from reef.engines import Resolver
+from reef.trainers import WORKS, Ground, Report, Work
 from reef.trainers import folder as steps
-
-if TYPE_CHECKING:
-    from reef.trainers.local.llama import Llama
-    from reef.trainers.local.shelf import Shelf
+from reef.trainers import options as read_options
 
 log = logging.getLogger(__name__)
 
@@ -39,31 +36,33 @@ class _Stopped(Exception):
     """The caller went away."""
 
 
-class Trainer:
-    """Answers Step and Ping. `folder` is the base model's, HF-shaped, `digest` the sha256 of its weights; `training` is
-    the training folder."""
+class Server:
+    """Answers Step and Ping. `options` are the backend's; None: its defaults."""
 
-    def __init__(self, folder: Path, training: Path, resolve: Resolver, digest: str | None = None) -> None:
-        self._folder = folder
-        self._training = training
-        self._resolve = resolve
-        self._digest = digest
+    def __init__(self, ground: Ground, backend: str = "local", options: Any = None) -> None:
+        self._ground = ground
+        self._backend = backend
+        self._options = read_options(backend, {}) if options is None else options
         self._turn = asyncio.Lock()
-        self._model: Llama | None = None
-        self._shelf: Shelf | None = None
+        self._work: Work | None = None
 
     def answer(self, message: Message) -> Awaitable[Message] | AsyncIterator[Message]:
         if isinstance(message, Step):
             return self._step(message)
         return self._call(message)
 
+    def close(self) -> None:
+        if self._work is not None:
+            self._work.close()
+
     async def _call(self, message: Message) -> Message:
         if isinstance(message, Ping):
-            return Pong(pid=os.getpid(), kind="trainer", detail={"loaded": self._model is not None})
+            detail = {"loaded": self._work is not None, "backend": self._backend}
+            return Pong(pid=os.getpid(), kind="trainer", detail=detail)
         raise WireError(f"the trainer does not answer {type(message).__name__}")
 
     async def _step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
-        if (done := steps.answered(self._training, order)) is not None:
+        if (done := steps.answered(self._ground.training, order)) is not None:
             yield done
             return
         async with self._turn:
@@ -93,27 +92,16 @@ class Trainer:
                 if not work.cancelled() and isinstance(work.exception(), _Stopped):
                     log.info("step %d of line %s was left unfinished: its caller went away", order.step, order.line)
 
-    def _advance(self, order: Step, report: steps.Report) -> Stepped:
+    def _advance(self, order: Step, report: Report) -> Stepped:
         """One step. Whatever goes wrong inside is TrainError, so that the batch is given up in the end; a full disk is
         StoreError, because another batch would meet it too."""
         try:
-            from reef.trainers.local.llama import Llama
-            from reef.trainers.local.shelf import Shelf
-            from reef.trainers.local.step import advance
-
-            if self._model is None or self._shelf is None:
+            if (done := steps.answered(self._ground.training, order)) is not None:
+                return done
+            if self._work is None:
                 report("load", 0, 1)
-                self._model = Llama.load(self._folder)
-                self._shelf = Shelf(self._model)
-            return advance(
-                self._model,
-                self._training,
-                order,
-                self._resolve,
-                report=report,
-                digest=self._digest,
-                shelf=self._shelf,
-            )
+                self._work = load(WORKS[self._backend], what="trainer")(self._ground, self._options)
+            return self._work.advance(order, report)
         except (ReefError, _Stopped):
             raise
         except Exception as error:
@@ -132,18 +120,20 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run(listener: socket.socket, folder: Path, training: Path, resolve: Resolver, digest: str | None = None) -> None:
+def run(listener: socket.socket, ground: Ground, backend: str = "local", options: Any = None) -> None:
     """Serve until SIGTERM. A step in the making is left: its line's last finished step is what counts."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads would starve the engine
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # kernels by shape; of 1024 nearly none come again
-    steps.sweep(training)
+    steps.sweep(ground.training)
 
     async def main() -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        server = await rpc.serve(listener, Trainer(folder, training, resolve, digest).answer)
+        trainer = Server(ground, backend, options)
+        server = await rpc.serve(listener, trainer.answer)
         await stop.wait()
         server.close()
+        trainer.close()
 
     asyncio.run(main())

@@ -20,8 +20,8 @@ from reef.core.errors import TrainError
 from reef.core.wire import Datum, Progress, Step, Stepped
 from reef.engines import WeightFiles
 from reef.trainers import folder
+from reef.trainers.client import SocketTrainer
 from reef.trainers.fake import FakeTrainer
-from reef.trainers.local.client import LocalTrainer
 
 VOCABULARY = 263  # of the tiny model
 BASE = WeightFiles("base", {}, {"base": {"name": "tiny", "digest": "d" * 64}, "kind": "base"})
@@ -37,14 +37,15 @@ async def fake(training, model):
 @contextlib.asynccontextmanager
 async def local(training, model):
     """The embedded trainer of a tiny random model, behind its real server on a unix socket."""
-    from reef.trainers.local.server import Trainer
+    from reef.trainers import Ground
+    from reef.trainers.server import Server
 
     with tempfile.TemporaryDirectory(prefix="reef-") as place:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"{place}/trainer.sock")
         listener.listen()
-        server = await rpc.serve(listener, Trainer(model(), training, lambda release: BASE).answer)
-        trainer = LocalTrainer(Path(place) / "trainer.sock")
+        server = await rpc.serve(listener, Server(Ground(model(), training, lambda release: BASE)).answer)
+        trainer = SocketTrainer(Path(place) / "trainer.sock")
         yield trainer
         await trainer.close()
         server.close()

@@ -18,10 +18,10 @@ import pytest
 
 from reef.core import rpc
 from reef.core.wire import Datum, Message, Step, Stepped
-from reef.trainers import folder
+from reef.trainers import Ground, Report, folder
+from reef.trainers.client import SocketTrainer
 from reef.trainers.fake import _files
-from reef.trainers.local.client import LocalTrainer
-from reef.trainers.local.server import Trainer
+from reef.trainers.server import Server
 from tests.flow.test_serve import Served, until
 
 BOTH = """
@@ -193,11 +193,11 @@ def test_answers_in_a_form_train_and_feedback_becomes_a_rule_on_the_real_model(t
 # --- the trainer's turns ----------------------------------------------------------------------------------------------
 
 
-class Turns(Trainer):
+class Turns(Server):
     """The trainer process's own queue and socket; a step writes the files of the fake trainer."""
 
     def __init__(self, training: Path) -> None:
-        super().__init__(training, training, lambda name: None)  # type: ignore[arg-type,return-value]
+        super().__init__(Ground(training, training, lambda name: None))  # type: ignore[arg-type,return-value]
         self.came: list[tuple[str, int]] = []  # (scenario, steps begun before)
         self.begun: list[str] = []
 
@@ -206,10 +206,10 @@ class Turns(Trainer):
             self.came.append((message.scenario, len(self.begun)))
         return super().answer(message)
 
-    def _advance(self, order: Step, report: folder.Report) -> Stepped:
+    def _advance(self, order: Step, report: Report) -> Stepped:
         self.begun.append(order.scenario)
         report("train", 1, 1)
-        return folder.write(self._training, order, "lora", _files(order), {})
+        return folder.write(self._ground.training, order, "lora", _files(order), {})
 
 
 def order(scenario: str, step: int) -> Step:
@@ -234,7 +234,7 @@ async def test_the_trainer_takes_turns(tmp_path: Path) -> None:
     many = {"hot": 40, "one": 6, "two": 6, "three": 6}
 
     async def learn(name: str) -> None:
-        client = LocalTrainer(place / "trainer.sock")
+        client = SocketTrainer(place / "trainer.sock")
         for step in range(1, many[name] + 1):
             async for _ in client.step(order(name, step)):
                 pass

@@ -20,10 +20,10 @@ from reef.core.errors import ConfigError, ReefError, StoreError, TrainError, Wir
 from reef.core.rpc import Client
 from reef.core.wire import Datum, Look, Ping, Pong, Progress, Step, Stepped
 from reef.engines import WeightFiles
-from reef.trainers import folder
+from reef.trainers import Ground, folder
+from reef.trainers.client import SocketTrainer
 from reef.trainers.fake import FakeTrainer
-from reef.trainers.local.client import LocalTrainer
-from reef.trainers.local.server import Trainer
+from reef.trainers.server import Server
 
 Make = Callable[..., Step]
 
@@ -31,10 +31,11 @@ CHILD = """
 import socket, sys
 from pathlib import Path
 from reef.engines import WeightFiles
-from reef.trainers.local.server import run
+from reef.trainers import Ground
+from reef.trainers.server import run
 
 base = WeightFiles("base", {}, {"base": {"name": "tiny", "digest": "d"}, "kind": "base"})
-run(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), lambda release: base)
+run(socket.socket(fileno=int(sys.argv[1])), Ground(Path(sys.argv[2]), Path(sys.argv[3]), lambda release: base))
 """
 
 
@@ -80,15 +81,15 @@ def process(tmp_path: Path, tiny: Path) -> Iterator[Process]:
 
 
 @contextlib.asynccontextmanager
-async def client(process: Process) -> AsyncIterator[LocalTrainer]:
-    made = LocalTrainer(process.path)
+async def client(process: Process) -> AsyncIterator[SocketTrainer]:
+    made = SocketTrainer(process.path)
     try:
         yield made
     finally:
         await made.close()
 
 
-async def train(trainer: LocalTrainer | FakeTrainer, order: Step) -> tuple[list[Progress], Stepped]:
+async def train(trainer: SocketTrainer | FakeTrainer, order: Step) -> tuple[list[Progress], Stepped]:
     news = [item async for item in trainer.step(order)]
     assert isinstance(news[-1], Stepped)
     return [item for item in news[:-1] if isinstance(item, Progress)], news[-1]
@@ -101,7 +102,7 @@ async def test_a_steps_life(process: Process, order: Make) -> None:
         assert await trainer.ready()
         pong = await raw.call(Ping())
         assert isinstance(pong, Pong)
-        assert pong.detail == {"loaded": False}
+        assert pong.detail == {"loaded": False, "backend": "local"}
         news, done = await train(trainer, order())
         assert [one.stage for one in news] == ["load", "open", "prepare", "train", "modules", "write"]
         assert not done.reused
@@ -158,9 +159,9 @@ def test_what_goes_wrong_inside_is_an_error_that_ends(
     def fail(*_: object, **__: object) -> Stepped:
         raise fault
 
-    monkeypatch.setattr("reef.trainers.local.step.advance", fail)
+    monkeypatch.setattr("reef.trainers.local.work.advance", fail)
     monkeypatch.setattr("reef.trainers.local.llama.Llama.load", lambda folder: object())
-    made = Trainer(tmp_path, tmp_path / "training", lambda release: WeightFiles("base", {}, {}))
+    made = Server(Ground(tmp_path, tmp_path / "training", lambda release: WeightFiles("base", {}, {})))
     with pytest.raises(ReefError, match=words) as caught:
         made._advance(order(), lambda stage, done, total: None)
     assert type(caught.value) is wanted
@@ -215,7 +216,7 @@ async def test_killed_anywhere_in_a_step(process: Process, order: Make) -> None:
 
 
 async def test_nobody_there(tmp_path: Path, order: Make) -> None:
-    trainer = LocalTrainer(tmp_path / "none.sock")
+    trainer = SocketTrainer(tmp_path / "none.sock")
     assert not await trainer.ready()
     with pytest.raises(WireError, match="cannot reach"):
         await train(trainer, order())

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from reef.core.wire import Progress, Step, Stepped
 from reef.engines import Resolver
-from reef.trainers.local.server import Trainer
+from reef.trainers import Ground
+from reef.trainers.server import Server
 
 
 async def test_a_busy_scenario_starves_nobody(
@@ -16,7 +17,7 @@ async def test_a_busy_scenario_starves_nobody(
 ) -> None:
     """One always has an order ready, the moment its last is done; three more come while its first is made. Each of them
     waits for one step of the busy one and no more."""
-    trainer = Trainer(tiny, tmp_path, base)
+    trainer = Server(Ground(tiny, tmp_path, base))
     done: list[str] = []
     begun, enough = asyncio.Event(), asyncio.Event()
 

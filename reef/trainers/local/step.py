@@ -32,7 +32,7 @@ from reef.core.load import load
 from reef.core.wire import Step, Stepped
 from reef.engines import Resolver, WeightFiles
 from reef.engines.local.layout import LAYER_LINEARS
-from reef.trainers import folder
+from reef.trainers import Report, folder
 from reef.trainers.local.adam import Adam
 from reef.trainers.local.llama import Llama, Lora
 from reef.trainers.local.objective import Objective, Outputs, Rows
@@ -127,7 +127,7 @@ def advance(
     order: Step,
     resolve: Resolver,
     *,
-    report: folder.Report = lambda stage, done, total: None,
+    report: Report = lambda stage, done, total: None,
     micro_tokens: int = MICRO_TOKENS,
     digest: str | None = None,
     shelf: Shelf | None = None,
