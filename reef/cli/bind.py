@@ -243,6 +243,13 @@ def own_model(settings: Settings) -> str | None:
     return (local.model if local is not None else None) or settings.reef.model or gate.EMBEDDED
 
 
+def trains_beside(settings: Settings) -> bool:
+    """Whether the trainer is a process of this server."""
+    from reef.trainers import WORKS
+
+    return settings.training.backend in WORKS
+
+
 def running(settings: Settings, wanted: ScenarioSettings) -> None:
     """A scenario's engine must be one that this server runs; `local` and `fake` have a name without being in use."""
     if wanted.engine not in (names := engine_names(settings)):

@@ -120,8 +120,7 @@ def prepare(boot: Boot, lock: int) -> Boot:
 
 def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, secret: list[str]) -> Supervisor:
     """The roles of this configuration. Remote and fake engines and trainers have no process."""
-    from reef.cli.bind import local_engine
-    from reef.trainers import WORKS
+    from reef.cli.bind import local_engine, trains_beside
 
     run_id = secrets.token_hex(4)
     for name in ("meter", "metrics"):  # what the gateways of an earlier server counted together
@@ -144,7 +143,7 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
         fds = {**files, "ENGINE": sockets["engine"].fileno()}
         if local_engine(settings) is not None:
             roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
-        if settings.training.backend in WORKS:
+        if trains_beside(settings):
             fds = {**files, "TRAINER": sockets["trainer"].fileno()}
             roles.append(Role("trainer", process.command("trainer"), fds, calm, wakes=sockets["trainer"], phase=2))
     roles.append(Role("recover", process.command("recover"), files, recovery, phase=1, once=True))

@@ -162,6 +162,7 @@ def test_model_shorthands(write, tmp_path):
     assert openai.engine("openai").model_dump() == {
         "kind": "upstream",
         "url": "https://api.openai.com/v1",
+        "urls": (),
         "api": "openai",
         "key_env": "OPENAI_API_KEY",
         "model": "gpt-4o",
