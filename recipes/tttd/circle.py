@@ -135,7 +135,8 @@ def radii(points: list[Centre]) -> list[Circle]:
     rows = np.arange(len(apart))
     pairs = coo_matrix((np.ones(2 * len(rows)), (np.r_[rows, rows], np.r_[one, other])), shape=(len(rows), len(points)))
     limits = {"A_ub": pairs, "b_ub": apart} if len(rows) else {}
-    found = linprog(-np.ones(len(points)), **limits, bounds=np.c_[np.zeros(len(points)), wall], method="highs")
+    bounds, exact = np.c_[np.zeros(len(points)), wall], {"primal_feasibility_tolerance": 1e-10}  # as far as it goes
+    found = linprog(-np.ones(len(points)), **limits, bounds=bounds, method="highs", options=exact)
     sizes = found.x if found.success else np.zeros(len(points))
     return [(x, y, max(0.0, float(r))) for (x, y), r in zip(points, sizes, strict=True)]
 

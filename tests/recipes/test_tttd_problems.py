@@ -105,6 +105,11 @@ def test_what_was_shrunk_is_exactly_a_packing(n: int, numbers: random.Random) ->
     assert total(smaller) == pytest.approx(sum(r for _, _, r in found), abs=1e-8)
 
 
+def test_centres_that_lie_closer_than_a_linear_program_usually_minds() -> None:
+    centres = [(6e-8, 0.5), *[(0.0, 0.0)] * 4, (0.75, 0.5), (0.5, 0.75), (0.25, 0.5)]
+    assert shrink(radii(centres), 8) is not None
+
+
 @pytest.mark.parametrize(
     ("points", "value"),
     [
