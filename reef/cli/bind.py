@@ -166,6 +166,12 @@ def bind(settings: Settings, scenario: ScenarioSettings, lookup: rules.Lookup, w
                 f"{lookup(use.where)}: the recipe {use.recipe} trains weights, and those of engine {scenario.engine} "
                 "are not ours; use engine: local, or a recipe that needs no weights (recipe: record)"
             )
+        if part == "weights" and kind == "local" and settings.engine(scenario.engine).options.get("quantised"):
+            raise ConfigError(
+                f"{lookup(_place(use))}: the recipe {use.recipe} trains weights, and engine {scenario.engine} answers "
+                f"with quantised ones; remove quantised from engines.{scenario.engine}.options, or take a recipe that "
+                "needs no weights (recipe: record)"
+            )
         for asked in getattr(made, "engines", ()):  # the models that it asks about units
             where = (*use.where, *_names(made, asked))
             rules.choice(where, asked, engine_names(settings), lookup, "engine", path=False)
@@ -263,7 +269,7 @@ def running(settings: Settings, wanted: ScenarioSettings) -> None:
 def harmless(settings: Settings, wanted: ScenarioSettings) -> None:
     """A request may choose among what the configuration names; it cannot load other code or read other files."""
     running(settings, wanted)
-    for name in ("backend", "options"):
+    for name in ("backend", "options", "broadcast"):
         if getattr(wanted.training, name) != getattr(settings.training, name):
             raise ConfigError(
                 f"training.{name}: a server has one trainer for all scenarios; set it in the configuration",

@@ -121,6 +121,7 @@ def prepare(boot: Boot, lock: int) -> Boot:
 def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, secret: list[str]) -> Supervisor:
     """The roles of this configuration. Remote and fake engines and trainers have no process."""
     from reef.cli.bind import local_engine, trains_beside
+    from reef.engines.local.server import PAGES
 
     run_id = secrets.token_hex(4)
     for name in ("meter", "metrics"):  # what the gateways of an earlier server counted together
@@ -128,6 +129,7 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
     document = _document(boot)
     common = {**process.environment(), "REEF_RUN": run_id}
     calm = {**common, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+    paged = {**calm, **{name: os.environ.get(name, value) for name, value in PAGES.items()}}
     grace = settings.limits.drain_seconds + 5.0
     sockets = {name: state.listen(boot.run / f"{name}.sock") for name in state.SOCKETS}
     files = {"BOOT": document.fileno()}
@@ -142,7 +144,7 @@ def _supervisor(boot: Boot, settings: Settings, web: socket.socket, lock: int, s
     if boot.model is not None and "missing" not in boot.model:
         fds = {**files, "ENGINE": sockets["engine"].fileno()}
         if local_engine(settings) is not None:
-            roles.append(Role("engine", process.command("engine"), fds, calm, phase=2))
+            roles.append(Role("engine", process.command("engine"), fds, paged, phase=2))
         if trains_beside(settings):
             fds = {**files, "TRAINER": sockets["trainer"].fileno()}
             roles.append(Role("trainer", process.command("trainer"), fds, calm, wakes=sockets["trainer"], phase=2))

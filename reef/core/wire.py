@@ -42,6 +42,7 @@ class Begun(Message, frozen=True):
     sampling: dict[str, Any]  # the fields of nouns.Sampling, as used
     model: str
     context_length: int
+    quantised: str | None = None  # the engine's weights are kept in so few bits that answers of theirs do not train
 
 
 class Delta(Message, frozen=True):
@@ -60,6 +61,7 @@ class Delta(Message, frozen=True):
 class Finished(Message, frozen=True):
     choice: int
     finish_reason: str  # stop | length
+    cached: int = 0  # tokens of the prompt that were not computed for this choice: the cache had them
 
 
 class Count(Message, frozen=True):

@@ -20,6 +20,8 @@ ENGINES = {
     "local": "reef.engines.local.client:LocalEngine",
     "upstream": "reef.engines.upstream:UpstreamEngine",
     "fake": "reef.engines.fake:FakeEngine",
+    "vllm": "reef.engines.remote.vllm:VllmEngine",
+    "sglang": "reef.engines.remote.sglang:SglangEngine",
 }
 
 
@@ -69,7 +71,7 @@ class Answer:
     """Last: what the engine knows of its answer beyond the bytes. Token fields are None where it gives no tokens.
 
     `reply`, `id`: see `nouns.Record.reply` and `answer_id`. `error`: the answer ended with its dialect's error event
-    (which is the terminal piece): it did not come to its end.
+    (which is the terminal piece): it did not come to its end. `cached`: prompt tokens that were not computed again.
     """
 
     choices: tuple[Choice, ...] | None = None
@@ -81,6 +83,7 @@ class Answer:
     reply: bytes | None = None
     id: str | None = None
     error: str | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

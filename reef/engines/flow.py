@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reef.core.errors import UpstreamError
@@ -30,8 +30,12 @@ ENDS = {"chat": "data: [DONE]", "responses": "response.completed", "messages": "
 class Flow:
     """A stream passing: its bytes as they came, a reader beside them, the end held back."""
 
-    def __init__(self, host: str, ask: Ask, response: Response, said: Reader) -> None:
+    def __init__(
+        self, host: str, ask: Ask, response: Response, said: Reader, show: Callable[[Event], bytes] | None = None
+    ) -> None:
+        """`show`: an event's bytes as they pass on, once the reader has it; None: as they came."""
         self.said = said
+        self._show = show or (lambda event: event.raw)
         self.scored: int | None = 0 if wants_scores(ask) else None
         self._host = host
         self._end = ENDS.get(ask.dialect, "its end")
@@ -74,10 +78,10 @@ class Flow:
             if self.scored is not None:
                 self.scored += count_scores(event.data)
             if self.said.event(event):
-                self._held = b"".join([item.raw for item in found[place:]])
+                self._held = b"".join([self._show(item) for item in found[place:]])
                 found = found[:place]
                 break
-        return found[0].raw if len(found) == 1 else b"".join([item.raw for item in found])
+        return self._show(found[0]) if len(found) == 1 else b"".join([self._show(item) for item in found])
 
     async def _some(self) -> bytes | None:
         """The next plain bytes, None at the end. Much that unpacks from little comes step by step."""

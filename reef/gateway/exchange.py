@@ -415,6 +415,7 @@ class Exchange:
             first=self.first,
             commit=self.commit,
             usage=record.usage,
+            cached=self.answer.cached if self.answer is not None else 0,
             bytes_in=len(record.request),
             bytes_out=self.sent,
         )

@@ -93,6 +93,11 @@ KINDS = {
             "reef_tokens_total", "Tokens as the answers tell them, by kind: prompt or completion", ("scenario", "kind")
         ),
         Kind(
+            "reef_cached_tokens_total",
+            "Tokens of prompts that the embedded engine had computed before, a part of reef_tokens_total",
+            ("scenario",),
+        ),
+        Kind(
             "reef_records_total",
             "Records by how they ended: complete, interrupted, aborted, rejected or failed",
             ("scenario", "status"),
@@ -163,6 +168,7 @@ class Metrics:
         first: float | None = None,
         commit: float | None = None,
         usage: Usage | None = None,
+        cached: int = 0,
         bytes_in: int = 0,
         bytes_out: int = 0,
     ) -> None:
@@ -191,6 +197,7 @@ class Metrics:
         if usage is not None:
             view[found.prompt] += usage.prompt_tokens or 0
             view[found.completion] += usage.completion_tokens or 0
+        view[found.cached] += cached
         view[self._bytes_in] += bytes_in
         view[self._bytes_out] += bytes_out
 
@@ -276,6 +283,7 @@ class Metrics:
             self._series("reef_first_byte_seconds", dialect),
             self._series("reef_tokens_total", label, "prompt"),
             self._series("reef_tokens_total", label, "completion"),
+            self._series("reef_cached_tokens_total", label),
         )
         if len(self._exchanges) < 50 * SCENARIOS:
             self._exchanges[key] = made
@@ -324,6 +332,7 @@ class _Exchange:
     first: int
     prompt: int
     completion: int
+    cached: int
 
 
 class _Page(Collector):

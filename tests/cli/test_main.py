@@ -250,9 +250,13 @@ def test_overrides_are_taken_out_anywhere():
         ("engines:\n  a: {kind: local}\n", "there can be one engine of kind local"),
         ("reef:\n  max_staleness: 2\n", "reef.yaml:2: reef.max_staleness is 2"),
         ("reef:\n  engine: up\n  recipe: sao\nengines: {up: {url: http://h/v1}}\n", "recipe: record"),
+        (
+            "reef:\n  recipe: sao\nengines:\n  local: {kind: local, options: {quantised: int4}}\n",
+            "reef.yaml:2: the recipe sao trains weights, and engine local answers with quantised ones",
+        ),
         ("reef:\n  recipes: [sao, {use: sao}]\n", "both improve the weights"),
         ("scenarios:\n  a:\n    recipe: soa\n", "reef.yaml:3: scenarios.a.recipe: there is no recipe 'soa'"),
-        ("scenarios:\n  a:\n    model: other\n", "reef.yaml:3: a server has one local model"),
+        ("scenarios:\n  a:\n    model: other\n", "reef.yaml:3: a server trains one model"),
         ("reef:\n  host: 0.0.0.0\n  auth: none\n", "loopback only"),
     ],
 )

@@ -77,7 +77,8 @@ async def test_a_stream_says_the_same(tiny: Path) -> None:
     assert chunks[-1]["choices"] == []
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     expected = json.loads(whole[0].data)
-    assert chunks[-1]["usage"] == expected["usage"]
+    counts, cached = expected["usage"], {"cached_tokens": expected["usage"]["prompt_tokens"] - 1}
+    assert chunks[-1]["usage"] == {**counts, "prompt_tokens_details": cached}  # the same prompt for the second time
     for index in range(2):
         mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
         assert "".join(c["delta"].get("content", "") for c in mine) == expected["choices"][index]["message"]["content"]
@@ -284,7 +285,8 @@ def test_calls_are_answered_in_chats_form() -> None:
     (choice,) = body["choices"]
     assert choice["message"] == {**message, "refusal": None}
     assert choice["finish_reason"] == "tool_calls"
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    counts = {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert body["usage"] == {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
     (kept,) = answer.choices or ()
     assert (kept.text, kept.message, kept.finish_reason) == ("Let me see.", message, "tool_calls")
     # What was sampled stays what it was: training is on tokens.

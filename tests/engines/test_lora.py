@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from reef.core.errors import EngineError, MissingError
 from reef.engines import WeightFiles
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, weight_files
-from reef.engines.local.lora import NAMES, Shelf, load_lora
-from reef.engines.local.model import Weights, load_weights
+from reef.engines.local.lora import _PATIENCE, NAMES, Alone, Lora, Mixer, Shelf, load_lora
+from reef.engines.local.model import GROUPS, Weights, load_weights
 from tests.engines.kit import Releases, ask, lora_files, make_lora, running
 
 
@@ -98,6 +99,49 @@ async def test_releases_mixed_in_a_batch_answer_as_alone(tiny: Path, tmp_path: P
     assert len(set(alone)) >= 3
 
 
+def test_each_row_gets_what_its_own_lora_adds(tmp_path: Path, layout: Layout) -> None:
+    """Together or alone, of other ranks, in any order, beside rows without; and none pays for another's infinity."""
+    loras: list[Lora | None] = [None]
+    for number in range(6):
+        folder = make_lora(tmp_path / f"l{number}", layout, seed=number, rank=2 + number)
+        if number == 2:
+            tensors = load_file(folder / "adapter_model.safetensors")
+            save_file(
+                {name: one for name, one in tensors.items() if "o_proj" in name}, folder / "adapter_model.safetensors"
+            )
+        loras.append(load_lora(lora_files(folder).files, layout))
+    assert loras[6] is not None
+    for groups in loras[6].pairs:
+        groups["qkv"][0][:] = torch.inf
+    mixer, numbers = Mixer(), random.Random(0)
+    for turn in range(60):
+        known = loras if turn < 40 else loras[:4]
+        rows = [numbers.choice(known) for _ in range(numbers.randrange(1, 17))]
+        more = numbers.randrange(2)
+        for group, wide in (("qkv", layout.hidden), ("o", layout.heads * layout.head_dim)):
+            x = torch.randn(len(rows) + more, wide)
+            out = torch.randn(len(x), sum(layout.linear_shape(name)[0] for name in GROUPS[group]))
+            expected = out.clone()
+            for row, lora in enumerate(rows):
+                if lora is not None:
+                    Alone(lora).add(1, group, x[row : row + 1], expected[row : row + 1])
+            for added in mixer.mix(rows, whole=not more):
+                added.add(1, group, x, out)
+            assert torch.allclose(out, expected, atol=1e-5, equal_nan=True)
+
+
+def test_loras_lie_together_as_long_as_they_are_asked_for(tmp_path: Path, layout: Layout) -> None:
+    loras = [load_lora(lora_files(make_lora(tmp_path / f"l{i}", layout, seed=i)).files, layout) for i in range(5)]
+    mixer = Mixer()
+    mixer.mix(loras, whole=True)
+    laid = mixer._pairs
+    mixer.mix(loras[1:4], whole=True)
+    assert mixer._pairs is laid
+    for _ in range(_PATIENCE + 1):
+        mixer.mix(loras[:2], whole=True)
+    assert len(mixer._loras) == 2
+
+
 def test_pairs_may_be_missing(tmp_path: Path, layout: Layout) -> None:
     folder = make_lora(tmp_path / "l", layout, seed=1)
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -105,12 +149,12 @@ def test_pairs_may_be_missing(tmp_path: Path, layout: Layout) -> None:
     save_file(kept, folder / "adapter_model.safetensors")
     lora = load_lora(lora_files(folder).files, layout)
     x, out = torch.randn(3, layout.hidden), torch.zeros(3, layout.linear_shape("q_proj")[0] * 2)
-    lora.add(0, "qkv", x, out, slice(None))
+    Alone(lora).add(0, "qkv", x, out)
     keys = layout.linear_shape("k_proj")[0]
     assert torch.count_nonzero(out[:, :-keys]) == 0
     assert torch.count_nonzero(out[:, -keys:]) > 0
     before = out.clone()
-    lora.add(0, "down", torch.randn(3, layout.inner), out, slice(None))
+    Alone(lora).add(0, "down", torch.randn(3, layout.inner), out)
     assert torch.equal(before, out)
 
 
@@ -126,7 +170,7 @@ def test_the_scale_is_peft_s(tmp_path: Path, layout: Layout) -> None:
 
     def added() -> torch.Tensor:
         out = torch.zeros(2, layout.hidden)
-        load_lora(lora_files(folder).files, layout).add(1, "o", x, out, slice(None))
+        Alone(load_lora(lora_files(folder).files, layout)).add(1, "o", x, out)
         return out
 
     tensors = load_file(folder / "adapter_model.safetensors")

@@ -80,7 +80,8 @@ def test_neighbours_change_a_row_by_rounding_at_most(tiny: Path, dtype: torch.dt
 
 def test_unlike_lengths_get_calls_of_their_own(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, weights = ready(tiny)
-    assert [(run.slot, run.end - run.start) for run in model.decode_runs([0, 1, 3], [9, 5, 7])] == [(0, 2), (3, 1)]
+    (run,) = model.decode_runs([0, 1, 3], [9, 5, 7])
+    assert (run.spans, run.length) == ((slice(0, 2), slice(3, 4)), 32)
     for slot in range(4):
         prefill(model, weights, slot, [7 + slot] * (20 + 50 * slot))
     at = [20, 70, 120, 170]
@@ -88,6 +89,53 @@ def test_unlike_lengths_get_calls_of_their_own(tiny: Path, monkeypatch: pytest.M
     monkeypatch.setattr(room, "_PADDING", 10)
     assert len(model.decode_runs([0, 1, 2, 3], [place + 1 for place in at])) == 4
     assert torch.allclose(decode(model, weights, [0, 1, 2, 3], [9] * 4, at), padded, atol=1e-4)
+
+
+def test_many_keys_in_products_are_as_few_in_the_fused_kernel(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and with neighbours, in slots that lie apart, in one part and in many."""
+    model, weights = ready(tiny)
+    at = [30, 61, 99, 64]
+    for slot, length in enumerate(at):
+        prefill(model, weights, slot, [7 + slot, *range(20, 20 + length - 1)])
+    alone = [decode(model, weights, [slot], [9], [at[slot]])[0] for slot in range(4)]
+    for fused, scores in ((1 << 30, 1 << 21), (1, 1 << 21), (1, 300)):
+        monkeypatch.setattr(room, "_FUSED", fused)
+        monkeypatch.setattr(room, "_SCORES", scores)
+        for slots in ([0, 1, 2, 3], [0, 2, 3], [3, 1]):
+            found = decode(model, weights, slots, [9] * len(slots), [at[slot] for slot in slots])
+            assert torch.allclose(found, torch.stack([alone[slot] for slot in slots]), atol=1e-4)
+        again = prefill(model, weights, 3, list(range(20, 84)))
+        assert torch.allclose(prefill(model, weights, 2, list(range(20, 84))), again, atol=1e-5)
+        prefill(model, weights, 3, [10, *range(20, 83)])
+        prefill(model, weights, 2, [9, *range(20, 118)])
+
+
+def test_a_mirror_is_used_only_for_what_the_cache_holds(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_FUSED", 1)
+    model, weights = ready(tiny)
+    plain, _ = ready(tiny)
+    monkeypatch.setattr(plain._mirror, "begin", lambda runs, positions: None)
+    numbers, at, used = torch.Generator().manual_seed(3), [20, 25, 40], 0
+
+    def both(step: Any, *arguments: Any) -> None:
+        assert torch.allclose(step(model, weights, *arguments), step(plain, weights, *arguments), atol=1e-4)
+
+    for slot in range(3):
+        both(prefill, slot, list(range(5 + slot, 5 + slot + at[slot])))
+    for turn in range(60):
+        token = int(torch.randint(3, 250, (), generator=numbers))
+        kind = turn % 20
+        if kind == 11:  # another job goes on in a slot, at the same length
+            for one in (model, plain):
+                one.cache.copy(2, 0, at[0])
+        if kind == 14:
+            both(prefill, 1, [token] * 5, at[1])
+            at[1] += 5
+        slots = [0, 1] if kind == 17 else [0, 1, 2]
+        both(decode, slots, [token] * len(slots), at[: len(slots)])
+        used += model._mirror._follows and model._mirror.run is not None
+        at = [place + (slot in slots) for slot, place in enumerate(at)]
+    assert used > 30
 
 
 def test_without_packed_linears_the_plain_ones_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

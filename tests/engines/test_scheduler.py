@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from pathlib import Path
@@ -244,6 +245,26 @@ def test_a_failed_step_fails_its_jobs_only(rig: Rig) -> None:
     rig.submit(again)
     rig.finish()
     assert rig.tokens(again) == rig.tokens(fine)
+
+
+def test_what_is_not_finite_leaves_the_slot_with_its_job(tiny: Path) -> None:
+    """Keys that are hidden are weighed with zero, and zero times infinity would reach the next answer in the slot."""
+    rig, fresh = Rig(tiny, slots=2), Rig(tiny, slots=2)
+    layers = [dataclasses.replace(layer, qkv=lambda x, run=layer.qkv: run(x) / 0) for layer in rig.base.weights.layers]
+    broken = rig.job([5] * 90)
+    weights = dataclasses.replace(rig.base.weights, layers=tuple(layers))
+    broken.resident = Resident("broken", "full", weights, source=files("broken"))
+    rig.submit(broken)
+    rig.finish()
+    assert any(isinstance(event, Failed) for job, event in rig.events if job is broken)
+    said = []
+    for one in (rig, fresh):
+        pair = [one.job([6] * 9, 12, 1), one.job([7] * 80, 12, 2)]  # side by side, the short one sees 80 keys, hidden
+        one.submit(*pair)
+        one.finish()
+        said.append([one.tokens(job) for job in pair])
+    assert said[0] == said[1]
+    assert all(said[0])
 
 
 def test_the_end_token_is_recorded_and_not_said(rig: Rig) -> None:

@@ -38,13 +38,14 @@ def value(found, name, **labels):
 def test_an_exchange_is_told_in_every_metric():
     metrics = Metrics()
     exchange(
-        metrics, engine=0.2, first=0.07, commit=0.002, usage=Usage(12, 3), bytes_in=200, bytes_out=400
+        metrics, engine=0.2, first=0.07, commit=0.002, usage=Usage(12, 3), cached=5, bytes_in=200, bytes_out=400
     )  # fmt: skip
     found = read(metrics)
     assert value(found, "reef_requests_total", scenario="default", dialect="chat", http_status="200") == 1
     assert value(found, "reef_records_total", scenario="default", status="complete") == 1
     assert value(found, "reef_tokens_total", scenario="default", kind="prompt") == 12
     assert value(found, "reef_tokens_total", scenario="default", kind="completion") == 3
+    assert value(found, "reef_cached_tokens_total", scenario="default") == 5
     assert value(found, "reef_bytes_total", direction="in") == 200
     assert value(found, "reef_bytes_total", direction="out") == 400
     for name, seconds in (

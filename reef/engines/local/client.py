@@ -139,6 +139,7 @@ class Draft:
         self._usage = isinstance(options, dict) and options.get("include_usage") is True
         self._logprobs = body.get("logprobs") is True
         self._begun = begun
+        self._cached = 0
         offer = read_offer(body)
         self._parts = [_Part(Sieve(offer)) for _ in range(body.get("n") or 1)]
         self._frame: dict[str, Json] = {
@@ -162,6 +163,8 @@ class Draft:
             return self._add(message.choice, part.sieve.push(message.text))
         if isinstance(message, wire.Finished):
             part = self._parts[message.choice]
+            if message.choice == 0:  # the others share its prompt, which counts once
+                self._cached = message.cached
             chunks = self._add(message.choice, part.sieve.finish())
             called = part.calls and message.finish_reason == "stop"
             part.finish_reason = "tool_calls" if called else message.finish_reason
@@ -199,7 +202,8 @@ class Draft:
             sampling=sampling,
             usage=self._used(),
             model=self._begun.model,
-            untrainable=why_not(sampling),
+            untrainable=why_not(sampling, self._begun.quantised),
+            cached=self._cached,
         )
 
     def _grow(self, part: _Part, delta: wire.Delta) -> None:
@@ -256,11 +260,14 @@ class Draft:
             "prompt_tokens": used.prompt_tokens,
             "completion_tokens": used.completion_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
 
-def why_not(sampling: Sampling) -> str | None:
+def why_not(sampling: Sampling, quantised: str | None = None) -> str | None:
     """Why answers drawn like this cannot train on policy; None when they can."""
+    if quantised:
+        return f"quantised {quantised}: other weights answered than those that are trained"
     if sampling.plain:
         return None
     if sampling.temperature <= 0:

@@ -16,19 +16,24 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from reef.core.errors import EngineError, ReefError
+from reef.core.nouns import Part
 from reef.engines import Resolver, WeightFiles
+from reef.engines.local.broadcast.held import Held
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path
-from reef.engines.local.model import GROUPS, Weights, load_weights
+from reef.engines.local.model import GROUPS, Pack, Weights, load_weights
+
+if TYPE_CHECKING:
+    from reef.engines.local.broadcast.arrivals import Arrivals
 
 PREFIX = "base_model.model."
 ROOM = 30.0
@@ -36,34 +41,140 @@ ROOM = 30.0
 NAMES = 64
 """Ids of one kind that are remembered at most, beside those in use: many may share one set of weights."""
 Source = tuple[tuple[str, str, int, int, int], ...]
-"""Which files a set was read from: name, path, bytes, modification time, inode."""
+"""Which files a set was read from: name, path, bytes, modification time, inode; or name, sha256, bytes, 0, 0."""
 log = logging.getLogger(__name__)
+
+
+Pair = tuple[Tensor, Tensor]
+"""A and B in float32, the scale inside B: [in, r] and [r, out] of one LoRA, [n, in, r] and [n, r, out] of several."""
 
 
 class Lora:
     """Low-rank additions to the linears of each layer. Pairs of one group share a matrix, block by block."""
 
-    def __init__(self, pairs: list[dict[str, tuple[Tensor, Tensor]]]) -> None:
-        self._pairs = pairs  # by layer, then group: A [in, r], B [r, out], float32, scale inside B
+    def __init__(self, pairs: list[dict[str, Pair]]) -> None:
+        self.pairs = pairs  # by layer, then group
 
-    def add(self, layer: int, group: str, x: Tensor, out: Tensor, rows: slice | Tensor) -> None:
-        """out[rows] += x[rows] A B, rounded once. `rows` is a slice or an index."""
-        pair = self._pairs[layer].get(group)
+
+class Added(Protocol):
+    """What LoRAs add to some rows of one step."""
+
+    def add(self, layer: int, group: str, x: Tensor, out: Tensor) -> None:
+        """out += x A B for each of the rows and its own A and B, rounded once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One LoRA, for a slice of the rows or those of an index; None: for all."""
+
+    lora: Lora
+    rows: slice | Tensor | None = None
+
+    def add(self, layer: int, group: str, x: Tensor, out: Tensor) -> None:
+        pair, rows = self.lora.pairs[layer].get(group), self.rows
+        if pair is None:
+            return
+        if isinstance(rows, Tensor):
+            delta = torch.mm(torch.mm(x.index_select(0, rows).float(), pair[0]), pair[1])
+            out.index_copy_(0, rows, out.index_select(0, rows).add_(delta))
+        else:
+            mine, whole = (x, out) if rows is None else (x[rows], out[rows])
+            whole.add_(torch.mm(torch.mm(mine.float(), pair[0]), pair[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Abreast:
+    """Several LoRAs with about as many rows each, in one product for all: their pairs lie one after the other."""
+
+    pairs: list[dict[str, Pair]]
+    gather: Tensor  # [n * width]: the rows of each LoRA, and any row where it has fewer than the one with most
+    places: Tensor  # [rows]: where in `gather` each of the first rows is
+    others: Tensor | None  # [rows, 1] bool: rows of which none of these is; None when there are none
+
+    def add(self, layer: int, group: str, x: Tensor, out: Tensor) -> None:
+        pair = self.pairs[layer].get(group)
         if pair is None:
             return
         a, b = pair
-        delta = torch.mm(torch.mm(x[rows].float(), a), b)
-        if isinstance(rows, slice):
-            out[rows].add_(delta)
-        else:
-            out.index_copy_(0, rows, (out[rows] + delta).to(out.dtype))
+        mine = x.index_select(0, self.gather).float().view(a.shape[0], -1, a.shape[1])
+        delta = torch.bmm(torch.bmm(mine, a), b).view(-1, b.shape[2]).index_select(0, self.places)
+        if self.others is not None:
+            delta.masked_fill_(self.others, 0)
+        out[: delta.shape[0]].add_(delta)
 
 
-def load_lora(files: Mapping[str, Path], layout: Layout) -> Lora:
+class Mixer:
+    """Tells what LoRAs add to a step, and keeps those that lie together from step to step: to lay them takes longer."""
+
+    def __init__(self) -> None:
+        self._loras: tuple[Lora, ...] = ()
+        self._pairs: list[dict[str, Pair]] = []
+        self._wide = 0  # steps in a row in which half of what lies there was enough
+
+    def mix(self, owners: Sequence[Lora | None], *, whole: bool) -> list[Added]:
+        """What is added to the first rows, each with a LoRA of its own or none; `whole` when there are no others."""
+        held: dict[Lora, list[int]] = {}
+        for row, lora in enumerate(owners):
+            if lora is not None:
+                held.setdefault(lora, []).append(row)
+        few = sorted(held, key=lambda lora: len(held[lora]))
+        many: list[Lora] = []
+        while few and (len(few) == 1 or len(held[few[-1]]) - len(held[few[-2]]) > _MORE):
+            many.append(few.pop())
+        found: list[Added] = [Alone(lora, _rows(held[lora], len(owners), whole)) for lora in many]
+        if few:
+            self._lay(few)
+            found.append(self._abreast([held[lora] if lora in few else [] for lora in self._loras], len(owners)))
+        return found
+
+    def _abreast(self, held: Sequence[list[int]], count: int) -> Abreast:
+        width = max(map(len, held))
+        gather, places, others = [0] * (len(held) * width), [0] * count, [True] * count
+        for number, rows in enumerate(held):
+            for place, row in enumerate(rows, number * width):
+                gather[place], places[row], others[row] = row, place, False
+        hidden = torch.tensor(others)[:, None] if any(others) else None
+        return Abreast(self._pairs, torch.tensor(gather), torch.tensor(places), hidden)
+
+    def _lay(self, few: Sequence[Lora]) -> None:
+        """Make sure that these lie together; others that do may stay, unless most of all is not needed for long."""
+        self._wide = self._wide + 1 if len(self._loras) > 2 * len(few) else 0
+        if self._wide <= _PATIENCE and set(few) <= set(self._loras):
+            return
+        others = [] if self._wide > _PATIENCE else [lora for lora in self._loras if lora not in few]
+        self._loras, self._wide = (*few, *others[: len(few)]), 0
+        self._pairs = []
+        for layer in range(len(few[0].pairs)):
+            parts = {group: [lora.pairs[layer].get(group) for lora in self._loras] for group in GROUPS}
+            self._pairs.append({group: _laid(held) for group, held in parts.items() if any(held)})
+
+
+def _rows(rows: list[int], count: int, whole: bool) -> slice | Tensor | None:
+    if rows[-1] - rows[0] + 1 != len(rows):
+        return torch.tensor(rows)
+    return None if whole and len(rows) == count else slice(rows[0], rows[-1] + 1)
+
+
+def _laid(parts: Sequence[Pair | None]) -> Pair:
+    """Pairs one after the other, filled up with zeros to the highest rank."""
+    held = [part for part in parts if part is not None]
+    rank = max(a.shape[1] for a, _ in held)
+    a, b = torch.zeros(len(parts), held[0][0].shape[0], rank), torch.zeros(len(parts), rank, held[0][1].shape[1])
+    for number, part in enumerate(parts):
+        if part is not None:
+            a[number, :, : part[0].shape[1]], b[number, : part[1].shape[0]] = part
+    return a, b
+
+
+_MORE = 3  # rows more than any other has, above which a LoRA is computed alone: the others are filled up to it
+_PATIENCE = 64
+
+
+def load_lora(files: Mapping[str, Path | Held], layout: Layout, dtype: torch.dtype = torch.float32) -> Lora:
     """Read `adapter_config.json` and `adapter_model.safetensors`. EngineError when they do not fit the layout."""
     config = _config(files)
     tensors = _tensors(files)
-    pairs: list[dict[str, tuple[Tensor, Tensor]]] = []
+    pairs: list[dict[str, Pair]] = []
     for layer in range(layout.layers):
         found = {}
         for group, names in GROUPS.items():
@@ -79,7 +190,7 @@ def load_lora(files: Mapping[str, Path], layout: Layout) -> Lora:
     return Lora(pairs)
 
 
-def _config(files: Mapping[str, Path]) -> dict[str, Any]:
+def _config(files: Mapping[str, Path | Held]) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(files["adapter_config.json"].read_bytes())
     except (KeyError, OSError, ValueError) as error:
@@ -92,11 +203,12 @@ def _config(files: Mapping[str, Path]) -> dict[str, Any]:
     return config
 
 
-def _tensors(files: Mapping[str, Path]) -> dict[str, Tensor]:
+def _tensors(files: Mapping[str, Path | Held]) -> dict[str, Tensor]:
     if "adapter_model.safetensors" not in files:
         raise EngineError("this LoRA has no adapter_model.safetensors")
     try:
-        return load_file(files["adapter_model.safetensors"])
+        file = files["adapter_model.safetensors"]
+        return file.tensors() if isinstance(file, Held) else load_file(file)
     except Exception as error:  # safetensors raises its own class, or OSError
         raise EngineError(f"this LoRA's adapter_model.safetensors cannot be read ({error})") from None
 
@@ -117,11 +229,13 @@ def _take(
             f"this LoRA does not fit the base model: {path} is {tuple(a.shape)} and {tuple(b.shape)}; "
             f"the base needs (r, {wide}) and ({tall}, r)"
         )
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        raise EngineError(f"this LoRA has values that are not finite in {path}")
     rank = a.shape[0]
     alpha = float(config.get("lora_alpha") or rank)
-    return a.float(), b.float() * (alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    a, b = a.float(), b.float() * scale
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise EngineError(f"this LoRA has values that are not finite in {path}")
+    return a, b
 
 
 def _blocks(parts: list[tuple[Tensor, Tensor] | None], shapes: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -169,8 +283,14 @@ class Shelf:
         loras: int,
         full: int,
         digest: str | None = None,
+        arrivals: Arrivals | None = None,
+        recorded: Callable[[str], Part] | None = None,
+        pack: Pack | None = None,
     ) -> None:
-        self._base, self._layout, self._dtype, self._resolve = base, layout, dtype, resolve
+        """`arrivals` with `recorded` (a release's weights as the chain records them): what a trainer sent is taken
+        instead of files, when its digests are those of the release."""
+        self._base, self._layout, self._dtype, self._resolve, self._pack = base, layout, dtype, resolve, pack
+        self._arrivals, self._recorded = arrivals, recorded
         self._limits = {"lora": loras, "full": full, "base": 1}
         self._digest = digest
         self._residents: dict[str, Resident] = {}
@@ -232,8 +352,17 @@ class Shelf:
         return found
 
     def _find(self, release_id: str) -> tuple[WeightFiles, Source]:
-        """A release's verified files, and what tells them from others. MissingError, DigestError, EngineError."""
+        """A release's verified files, and what tells them from others. MissingError, DigestError, EngineError.
+
+        With arrivals: no files yet, they may not be needed; their digests tell them from others.
+        """
         try:
+            if self._recorded is not None:
+                part = self._recorded(release_id)
+                known = WeightFiles(part.kind, {}, part.meta)
+                self._fits(known)
+                names = sorted(name for name in part.files if name != "weights.json" and part.kind != "base")
+                return known, tuple((name, *part.files[name], 0, 0) for name in names)
             files = self._resolve(release_id)
             self._fits(files)
             if files.kind == "base":
@@ -253,16 +382,31 @@ class Shelf:
         return None
 
     def _read(self, release_id: str, files: WeightFiles, source: Source) -> Resident:
+        if self._arrivals is None or files.kind == "base":
+            return self._made(release_id, files.kind, files.files, source)
+        with self._arrivals.take({name: (digest, size) for name, digest, size, _, _ in source}) as held:
+            if held is not None:
+                return self._made(release_id, files.kind, held, source)
         try:
-            if files.kind == "base":
+            found = self._resolve(release_id)
+        except ReefError:
+            raise
+        except Exception as error:
+            raise _failed(release_id, error) from None
+        return self._made(release_id, found.kind, found.files, source)
+
+    def _made(self, release_id: str, kind: str, files: Mapping[str, Path | Held], source: Source) -> Resident:
+        try:
+            if kind == "base":
                 return Resident(release_id, "base", self._base, source=source)
-            if files.kind == "lora":
-                return Resident(release_id, "lora", self._base, load_lora(files.files, self._layout), source=source)
-            if files.kind == "full":
-                paths = [path for name, path in files.files.items() if name.endswith(".safetensors")]
-                weights = load_weights(paths, self._layout, self._dtype, finite=True)
+            if kind == "lora":
+                lora = load_lora(files, self._layout, self._dtype)
+                return Resident(release_id, "lora", self._base, lora, source=source)
+            if kind == "full":
+                found = [file for name, file in files.items() if name.endswith(".safetensors")]
+                weights = load_weights(found, self._layout, self._dtype, finite=True, pack=self._pack)
                 return Resident(release_id, "full", weights, source=source)
-            raise EngineError(f"release {release_id} has weights of unknown kind {files.kind!r}")
+            raise EngineError(f"release {release_id} has weights of unknown kind {kind!r}")
         except ReefError:
             raise
         except Exception as error:

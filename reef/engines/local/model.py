@@ -11,6 +11,7 @@ Does not know: requests, text, sampling, or releases.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from reef.core.errors import EngineError
+from reef.engines.local.broadcast.held import Held
 from reef.engines.local.layout import Layout, linear_path
 
 if TYPE_CHECKING:
-    from reef.engines.local.lora import Lora
+    from reef.engines.local.lora import Added
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GROUPS = {
@@ -36,6 +38,9 @@ GROUPS = {
     "down": ("down_proj",),
 }
 """Linears that share their input are one matrix: fewer, larger calls."""
+
+Pack = Callable[[str, Tensor], Callable[[Tensor], Tensor]]
+"""From a group (or `head`) and its weight [out, in], a function like that of `linear`."""
 
 _ROWS_HINT = 16  # the number of rows the packed layout is made for; any number works
 
@@ -87,10 +92,18 @@ class Weights:
     head: Callable[[Tensor], Tensor]
 
 
-def load_weights(files: Sequence[Path], layout: Layout, dtype: torch.dtype, *, finite: bool = False) -> Weights:
-    """Read safetensors in the Hugging Face layout. EngineError names a tensor that is missing, has another shape, or
-    (when `finite` is asked for) a value that is no number."""
-    handles: list[Any] = [safe_open(str(path), framework="pt") for path in files]
+def load_weights(
+    files: Sequence[Path | Held],
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    finite: bool = False,
+    pack: Pack | None = None,
+) -> Weights:
+    """Read safetensors, on disk or in memory, in the Hugging Face layout. EngineError names a tensor that is missing,
+    has another shape, or (when `finite` is asked for) a value that is no number. `pack`: how linears are kept, when not
+    in the dtype."""
+    handles: list[Any] = [file if isinstance(file, Held) else safe_open(str(file), framework="pt") for file in files]
     place = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 (not a dict)
     packed, shapes = packs(dtype), layout.shapes()
 
@@ -106,24 +119,30 @@ def load_weights(files: Sequence[Path], layout: Layout, dtype: torch.dtype, *, f
 
     def fused(layer: int, group: str) -> Callable[[Tensor], Tensor]:
         parts = [get(linear_path(layer, name) + ".weight") for name in GROUPS[group]]
-        return linear(torch.cat(parts) if len(parts) > 1 else parts[0], packed=packed)
+        return keep(group, torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    def keep(group: str, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        return linear(weight, packed=packed) if pack is None else pack(group, weight)
+
+    def norm(name: str) -> Tensor:
+        return get(name).float() * math.sqrt(layout.hidden)  # what is normed is divided by its length, see `normal`
 
     embed = get("model.embed_tokens.weight")
     return Weights(
         embed=embed,
         layers=tuple(
             Layer(
-                attention_norm=get(f"model.layers.{layer}.input_layernorm.weight").float(),
+                attention_norm=norm(f"model.layers.{layer}.input_layernorm.weight"),
                 qkv=fused(layer, "qkv"),
                 o=fused(layer, "o"),
-                mlp_norm=get(f"model.layers.{layer}.post_attention_layernorm.weight").float(),
+                mlp_norm=norm(f"model.layers.{layer}.post_attention_layernorm.weight"),
                 gate_up=fused(layer, "gate_up"),
                 down=fused(layer, "down"),
             )
             for layer in range(layout.layers)
         ),
-        norm=get("model.norm.weight").float(),
-        head=linear(embed if layout.tied else get("lm_head.weight"), packed=packed),
+        norm=norm("model.norm.weight"),
+        head=keep("head", embed if layout.tied else get("lm_head.weight")),
     )
 
 
@@ -139,6 +158,8 @@ class Cache:
         if hasattr(memory, "madvise") and hasattr(mmap, "MADV_NOHUGEPAGE"):
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page per head and slot would cost gigabytes
         whole = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self.whole = whole
+        self.stamps = [0] * slots  # each write to a slot changes its stamp
         self.layers = [(whole[layer, 0], whole[layer, 1]) for layer in range(layout.layers)]
         self.flat = [(k.view(-1, layout.head_dim), v.view(-1, layout.head_dim)) for k, v in self.layers]
 
@@ -149,21 +170,30 @@ class Cache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give one slot the first `length` tokens of another."""
-        for k, v in self.layers:
-            k[target, :, :length] = k[source, :, :length]
-            v[target, :, :length] = v[source, :, :length]
+        self.whole[:, :, target, :, :length] = self.whole[:, :, source, :, :length]
+        self.stamps[target] += 1
+
+    def clear(self, slot: int, length: int) -> None:
+        """Forget what is not finite: masked keys are weighed with zero, and zero times that would not be zero."""
+        self.whole[:, :, slot, :, :length] = 0
+        self.stamps[slot] += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Attention of batch rows [start, end): decode rows of neighbouring slots, or one slot's chunk of a prompt."""
+    """Attention of batch rows [start, end): decode rows, one of each slot, or one slot's chunk of a prompt."""
 
     start: int
     end: int
-    slot: int  # the first slot
+    spans: tuple[slice, ...]  # the slots, neighbours together, in the order of the rows
     length: int  # keys to look at
-    mask: Tensor | None  # decode [slots, 1, heads per key head, length]; chunk [rows, length]; None: see all (causal)
-    chunk: bool
+    mask: Tensor | None  # 0 or -inf, added to the scores
+    whole: bool  # in products over all slots, else in the fused kernel
+    chunk: bool = False
+
+    @property
+    def slots(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +205,66 @@ class Work:
     places: Tensor  # [rows * kv_heads], from Cache.rows
     runs: tuple[Run, ...]
     wanted: Tensor  # [n]
-    loras: tuple[tuple[Lora, slice | Tensor], ...] = ()
+    added: tuple[Added, ...] = ()  # by LoRAs, to some of the rows
+
+
+class Mirror:
+    """A dense copy of what the slots of a decode run hold, kept while the same ones go on: to make it anew in each step
+    takes a third of attention's time. It is used when it is what the cache holds, by the stamps of the slots."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._room = torch.empty(_MIRROR // cache.whole.element_size(), dtype=cache.whole.dtype)  # touched when needed
+        self._last: tuple[Any, ...] | None = None  # the run of the pass before this one, and the stamps after it
+        self._held = False  # whether that run's keys and values are here
+        self.run: Run | None = None  # the one that is computed from here in this pass
+        self._places = self._whole = self._room
+        self._follows = False
+
+    def begin(self, runs: Sequence[Run], positions: Tensor) -> None:
+        """Choose the run of this pass: the first of decode rows, from its second time on."""
+        run = next((run for run in runs if run.whole and not run.chunk), None)
+        last, self._last, self.run = self._last, None, None  # a pass that fails leaves nothing to go on from
+        if run is not None and last == self._key(run):
+            layers, _, _, heads, _, dim = self._cache.whole.shape
+            shape = (layers, 2, run.slots, heads, run.length, dim)
+            self._whole = self._room[: math.prod(shape)].view(shape)
+            self._follows, self.run = self._held, run
+            rows = torch.arange(run.slots * heads).view(run.slots, heads) * run.length
+            self._places = (rows + positions[run.start : run.end, None]).reshape(-1)
+
+    def end(self, runs: Sequence[Run]) -> None:
+        for each in runs:
+            for span in each.spans:
+                for slot in range(span.start, span.stop):
+                    self._cache.stamps[slot] += 1
+        run = next((run for run in runs if run.whole and not run.chunk), None)
+        self._held = self.run is not None
+        size = 0 if run is None else run.slots * run.length * self._cache.whole[:, :, 0, :, 0].numel()
+        self._last = None if run is None or size > self._room.numel() else self._key(run)
+
+    def _key(self, run: Run) -> tuple[Any, ...]:
+        return run.spans, run.length, [stamp for span in run.spans for stamp in self._cache.stamps[span]]
+
+    def store(self, number: int, k: Tensor, v: Tensor) -> None:
+        """Take in a layer's new keys and values [rows * kv_heads, dim], after the cache."""
+        run = self.run
+        if run is None:
+            return
+        if self._follows:
+            heads = self._cache.heads
+            for part, new in zip(self._whole[number].flatten(1, 3), (k, v), strict=True):
+                part.index_copy_(0, self._places, new[run.start * heads : run.end * heads])
+        else:
+            start = 0
+            for span in run.spans:
+                end = start + span.stop - span.start
+                self._whole[number, :, start:end] = self._cache.whole[number, :, span, :, : run.length]
+                start = end
+
+    def layer(self, number: int) -> Tensor:
+        """[2, slots, kv_heads, keys, dim]"""
+        return self._whole[number]
 
 
 class Model:
@@ -185,104 +274,169 @@ class Model:
         self.layout, self.dtype = layout, dtype
         self.cache = Cache(layout, slots, context, dtype)
         self._cos, self._sin = _rotary(layout, context, dtype)
-        self._shape = (layout.hidden,)
+        self._mirror = Mirror(self.cache)
 
     @torch.inference_mode()
     def forward(self, weights: Weights, work: Work) -> Tensor:
         """Logits [wanted, vocab] in the model's dtype; writes the rows' keys and values into the cache."""
-        shape, epsilon, inner, dtype = self._shape, self.layout.epsilon, self.layout.inner, self.dtype
+        inner, dtype = self.layout.inner, self.dtype
+        self._mirror.begin(work.runs, work.positions)
         # The sum that all layers add to stays in float32: its rounding would be most of the error, and it is small.
-        x = F.embedding(work.ids, weights.embed).float()
+        wide, x = self._widened(F.embedding(work.ids, weights.embed))
         cos, sin = self._cos[work.positions].unsqueeze(1), self._sin[work.positions].unsqueeze(1)
         for number, layer in enumerate(weights.layers):
-            normed = F.rms_norm(x, shape, layer.attention_norm, epsilon).to(dtype)
+            normed = normal(wide, x, layer.attention_norm).to(dtype)
             qkv = layer.qkv(normed)
-            for lora, rows in work.loras:
-                lora.add(number, "qkv", normed, qkv, rows)
+            for added in work.added:
+                added.add(number, "qkv", normed, qkv)
             mixed = self._attend(number, qkv, cos, sin, work)
             out = layer.o(mixed)
-            for lora, rows in work.loras:
-                lora.add(number, "o", mixed, out, rows)
+            for added in work.added:
+                added.add(number, "o", mixed, out)
             x.add_(out)
-            normed = F.rms_norm(x, shape, layer.mlp_norm, epsilon).to(dtype)
+            normed = normal(wide, x, layer.mlp_norm).to(dtype)
             both = layer.gate_up(normed)
-            for lora, rows in work.loras:
-                lora.add(number, "gate_up", normed, both, rows)
+            for added in work.added:
+                added.add(number, "gate_up", normed, both)
             act = F.silu(both[:, :inner]).mul_(both[:, inner:])
             out = layer.down(act)
-            for lora, rows in work.loras:
-                lora.add(number, "down", act, out, rows)
+            for added in work.added:
+                added.add(number, "down", act, out)
             x.add_(out)
-        last = x if work.wanted.numel() == x.shape[0] else x[work.wanted]
-        return weights.head(F.rms_norm(last, shape, weights.norm, epsilon).to(dtype))
+        self._mirror.end(work.runs)
+        if work.wanted.numel() != x.shape[0]:
+            wide, x = wide[work.wanted], x[work.wanted]
+        return weights.head(normal(wide, x, weights.norm).to(dtype))
+
+    def _widened(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows in float32 with one more value, and a view of them without: the length of the wide row is the root of
+        the sum of squares plus epsilon, so that a norm is a length, a division and a product."""
+        size = self.layout.hidden
+        wide = torch.full((x.shape[0], size + 1), math.sqrt(size * self.layout.epsilon))
+        narrow = wide[:, :size]
+        narrow.copy_(x)
+        return wide, narrow
 
     def _attend(self, number: int, qkv: Tensor, cos: Tensor, sin: Tensor, work: Work) -> Tensor:
         """Rotate, store keys and values, attend. Returns [rows, heads * dim]."""
         layout = self.layout
-        heads, kv, dim = layout.heads, layout.kv_heads, layout.head_dim
-        count, group = qkv.shape[0], heads // kv
+        heads, kv, dim, count = layout.heads, layout.kv_heads, layout.head_dim, qkv.shape[0]
         each = qkv.view(count, heads + 2 * kv, dim)
         turned = each[:, : heads + kv]
         # x * cos + rotate_half(x) * sin, with the minus of rotate_half moved into the table.
         turned = torch.addcmul(turned * cos, turned.roll(dim // 2, -1), sin)
         k_flat, v_flat = self.cache.flat[number]
-        k_flat.index_copy_(0, work.places, turned[:, heads:].reshape(-1, dim))
-        v_flat.index_copy_(0, work.places, each[:, heads + kv :].reshape(-1, dim))
-        keys, values = self.cache.layers[number]
-        out: list[Tensor] = []
-        for run in work.runs:
-            if run.chunk:
-                q = turned[run.start : run.end, :heads].transpose(0, 1).unsqueeze(0)
-                k = keys[run.slot : run.slot + 1, :, : run.length]
-                v = values[run.slot : run.slot + 1, :, : run.length]
-                mixed = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=run.mask, is_causal=run.mask is None, enable_gqa=group > 1
-                )
-                out.append(mixed[0].transpose(0, 1).reshape(-1, heads * dim))
-            else:
-                # The query heads that share a key head become its query positions: no copy of keys.
-                slots = run.end - run.start
-                q = turned[run.start : run.end, :heads].reshape(slots, kv, group, dim)
-                k = keys[run.slot : run.slot + slots, :, : run.length]
-                v = values[run.slot : run.slot + slots, :, : run.length]
-                mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=run.mask)
-                out.append(mixed.reshape(slots, heads * dim))
+        k, v = turned[:, heads:].reshape(-1, dim), each[:, heads + kv :].reshape(-1, dim)
+        k_flat.index_copy_(0, work.places, k)
+        v_flat.index_copy_(0, work.places, v)
+        self._mirror.store(number, k, v)
+        out = [self._run(run, number, turned[run.start : run.end, :heads]) for run in work.runs]
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def decode_runs(self, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> tuple[Run, ...]:
-        """Runs for decode rows in order of their slots, from batch row `start`; `lengths` keys each, own included.
+    def _run(self, run: Run, number: int, q: Tensor) -> Tensor:
+        """One run's attention for q [rows, heads, dim]: [rows, heads * dim]. The query heads that share a key head are
+        queries of that one, so that keys are never copied for each."""
+        layout = self.layout
+        kv, dim = layout.kv_heads, layout.head_dim
+        group, rows = layout.heads // kv, q.shape[0]
+        if not run.whole:
+            k, v = (part[run.spans[0], :, : run.length] for part in self.cache.layers[number])
+            mixed = F.scaled_dot_product_attention(q.reshape(rows, kv, group, dim), k, v, attn_mask=run.mask)
+            return mixed.reshape(rows, -1)
+        assert run.mask is not None
+        slots = run.slots
+        if run is self._mirror.run:
+            dense = self._mirror.layer(number)
+        else:
+            # oneDNN multiplies dense matrices only: copied once, they are read from the processor's cache after that.
+            parts = [self.cache.whole[number, :, span, :, : run.length] for span in run.spans]
+            dense = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
+        k, v = dense.view(2, slots * kv, run.length, dim)
+        count = rows // slots
+        folded = q.reshape(slots, count, kv, group, dim).permute(0, 2, 3, 1, 4).reshape(slots * kv, group * count, dim)
+        mixed = attend(folded, k, v, run.mask, dim**-0.5)
+        return mixed.view(slots, kv, group, count, dim).permute(0, 3, 1, 2, 4).reshape(rows, -1)
 
-        Neighbouring slots share one padded call, unless their lengths differ too much for that.
+    def decode_runs(self, slots: Sequence[int], lengths: Sequence[int], start: int = 0) -> tuple[Run, ...]:
+        """Runs for one decode row of each slot, from batch row `start`; `lengths` keys each, own included.
+
+        Rows that follow each other share one padded call, unless their lengths differ too much for that.
         """
-        group = self.layout.heads // self.layout.kv_heads
         found: list[Run] = []
         begin = 0
         for end in range(1, len(slots) + 1):
-            if end < len(slots) and slots[end] == slots[end - 1] + 1:
+            if end < len(slots):
                 longest = max(lengths[begin : end + 1])
                 if longest * (end + 1 - begin) - sum(lengths[begin : end + 1]) <= _PADDING:
                     continue
-            part = lengths[begin:end]
-            longest = max(part)
-            mask = None
-            if min(part) < longest:
-                hidden = torch.arange(longest) >= torch.tensor(part)[:, None]
-                mask = torch.zeros(end - begin, longest, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
-                mask = mask[:, None, None, :].expand(-1, 1, group, -1)
-            found.append(Run(start + begin, start + end, slots[begin], longest, mask, chunk=False))
+            found.append(self._decode_run(slots[begin:end], lengths[begin:end], start + begin))
             begin = end
         return tuple(found)
 
+    def _decode_run(self, slots: Sequence[int], lengths: Sequence[int], start: int) -> Run:
+        spans, count, longest = neighbours(slots), len(slots), max(lengths)
+        whole = len(spans) > 1 or count * longest >= _FUSED
+        length = min(-longest // _SAME * -_SAME, self.cache.context) if whole else longest
+        mask = None
+        if whole or min(lengths) < longest:
+            hidden = torch.arange(length) >= torch.tensor(lengths)[:, None]
+            mask = torch.zeros(count, length, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+            heads, group = self.layout.kv_heads, self.layout.heads // self.layout.kv_heads
+            if whole:
+                mask = mask[:, None, None, :].expand(-1, heads, -1, -1).reshape(count * heads, 1, length)
+            else:
+                mask = mask[:, None, None, :].expand(-1, 1, group, -1)
+        return Run(start, start + count, spans, length, mask, whole)
+
     def chunk_run(self, slot: int, position: int, count: int, start: int) -> Run:
         """The run of a prompt's tokens [position, position + count), in batch rows from `start`."""
-        length, mask = position + count, None
-        if position:
-            hidden = torch.arange(length) > torch.arange(position, length)[:, None]
-            mask = torch.zeros(count, length, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
-        return Run(start, start + count, slot, length, mask, chunk=True)
+        length = min(-(position + count) // _SAME * -_SAME, self.cache.context)
+        hidden = torch.arange(length) > torch.arange(position, position + count)[:, None]
+        mask = torch.zeros(count, length, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask.repeat(self.layout.heads // self.layout.kv_heads, 1)[None]
+        return Run(start, start + count, (slice(slot, slot + 1),), length, mask, whole=True, chunk=True)
+
+
+def normal(wide: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm of rows x, a view of `wide` without its last value (`Model._widened`)."""
+    return torch.div(x, torch.linalg.vector_norm(wide, dim=-1, keepdim=True)).mul_(weight)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(q k' scale + mask) v for q [n, rows, dim], k and v [n, keys, dim], mask [n or 1, rows or 1, keys].
+
+    In products over everything: torch's fused kernel makes a small one for each head and block of keys, which takes
+    twice to four times as long. Scores are rounded to the dtype. Many of them are computed in parts that fit a cache.
+    """
+    count, rows, keys = q.shape[0], q.shape[1], k.shape[1]
+    if count * rows * keys <= _SCORES:
+        return torch.bmm(torch.softmax(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale), -1), v)
+    out, most = torch.empty_like(q), max(1, _SCORES // keys)
+    mask = mask.expand(count, rows, keys)
+    for number in range(count):
+        for start in range(0, rows, most):
+            part = slice(start, start + most)
+            scores = torch.addmm(mask[number, part], q[number, part], k[number].t(), alpha=scale)
+            torch.mm(torch.softmax(scores, -1), v[number], out=out[number, part])
+    return out
+
+
+def neighbours(slots: Sequence[int]) -> tuple[slice, ...]:
+    """Slots in their order, as slices of those that follow each other."""
+    found: list[slice] = []
+    for slot in slots:
+        if found and found[-1].stop == slot:
+            found[-1] = slice(found[-1].start, slot + 1)
+        else:
+            found.append(slice(slot, slot + 1))
+    return tuple(found)
 
 
 _PADDING = 1024  # padded keys that cost about as much as one more attention call
+_FUSED = 1024  # keys of all slots together from which on products are faster than the fused kernel
+_SAME = 32  # keys are counted up to a multiple of this: oneDNN makes code for each new shape, in about a millisecond
+_MIRROR = 256 << 20  # bytes at most
+_SCORES = 1 << 21  # scores that are held at once
 
 
 def frequencies(layout: Layout) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from reef.core.errors import EngineError, InputError, ReefError
 from reef.engines.local.legal import Guide, unpack
-from reef.engines.local.lora import Lora, Resident, Source
+from reef.engines.local.lora import Added, Alone, Mixer, Resident, Source
 from reef.engines.local.model import Model, Run, Work
 from reef.engines.local.sample import Draw, Drawn, sample
 from reef.engines.local.text import Stream, Text
@@ -89,6 +89,7 @@ class Job:
     ids: list[int] = field(default_factory=list)  # prompt and answer
     done: int = 0  # tokens in the cache
     slot: int = -1
+    cached: int = 0  # tokens that the cache had when the job began
     order: int = 0
     over: bool = False
     scores: list[float] = field(default_factory=list)
@@ -115,6 +116,14 @@ class Slot:
     length: int = 0
     key: Source | None = None
     job: Job | None = None
+    asked: int = 0  # of `ids`, those that came with the request
+    lower: bool = False  # the job is, or was, not live
+    used: int = 0  # when the job left, as a number that grows
+
+    def ends(self, shared: int) -> bool:
+        """Whether one who shares so much leaves nothing of worth behind: it knows more than was asked here, so it goes
+        on with this conversation, or all there is. Others only began alike, and leave the conversation where it is."""
+        return shared > 0 and (shared > self.asked or self.length - shared <= 1)
 
 
 class Scheduler:
@@ -135,6 +144,7 @@ class Scheduler:
         self._alone = math.inf  # seconds of a usual step with live jobs only; not measured yet
         self._together = 0  # steps with both since the last measurement
         self._ends = frozenset(model.layout.ends)
+        self._mixer = Mixer()
         self._slots = [Slot() for _ in range(model.cache.slots)]
         self._share = max(1, int(share * len(self._slots)))
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -142,6 +152,7 @@ class Scheduler:
         self._running: list[Job] = []
         self._events: list[tuple[Job, Event]] = []
         self._orders = itertools.count()
+        self._leaves = itertools.count(1)
         self._stopping = False
         self._thread = threading.Thread(target=self._loop, name="model", daemon=True)
 
@@ -201,7 +212,6 @@ class Scheduler:
             except Exception as error:  # out of memory, a bug: these jobs fail, the engine goes on
                 log.exception("a step of %d jobs failed", len(jobs))
                 for job, _ in jobs:
-                    self._slots[job.slot].length = 0
                     self._end(job, Failed(EngineError(f"the engine failed: {type(error).__name__}: {error}")))
         if live and lower:
             self._account(self._clock() - began, both)
@@ -245,42 +255,66 @@ class Scheduler:
         self._waiting = left
 
     def _place(self, job: Job, free: Sequence[int]) -> None:
-        """Choose a slot whose tokens the job can go on from, else the first; copy a longer beginning from another."""
-        key = job.resident.key
-        most = max(0, job.start - 1) if job.rating else len(job.prompt) - 1
-
-        def shared(number: int) -> int:
-            slot = self._slots[number]
-            found = common(slot.ids[: slot.length], job.prompt[:most]) if slot.key == key else 0
-            return found if found >= WORTH else 0
-
-        lengths = [shared(number) for number in range(len(self._slots))]
-        number = max(free, key=lambda each: (lengths[each], -each))
-        source = max(range(len(lengths)), key=lambda each: lengths[each])
+        """Let a job go on in the slot of its own conversation, else in one that is missed least; a longer beginning
+        that another slot has is copied."""
+        lengths = [self._shared(job, slot) for slot in self._slots]
+        source = longest(lengths)
+        own = [number for number in free if self._slots[number].ends(lengths[number])]
+        number = max(own, key=lambda each: lengths[each]) if own else self._spare(job, free, lengths)
         length = lengths[number]
         if lengths[source] >= length + WORTH:
             length = lengths[source]
             self._model.cache.copy(source, number, length)
-        job.slot, job.done = number, length
-        self._slots[number] = Slot(job.ids, length, key, job)
+        job.slot, job.done, job.cached = number, length, length
+        self._slots[number] = Slot(job.ids, length, job.resident.key, job, len(job.prompt), job.priority > 0)
+
+    def _shared(self, job: Job, slot: Slot) -> int:
+        """Tokens of a job's beginning that a slot has; few are none. The last one is always computed: it is asked."""
+        if slot.key != job.resident.key or slot.ids[:WORTH] != job.prompt[:WORTH]:
+            return 0
+        most = max(0, job.start - 1) if job.rating else len(job.prompt) - 1
+        found = common(slot.ids[: slot.length], job.prompt[:most])
+        return found if found >= WORTH else 0
+
+    def _spare(self, job: Job, free: Sequence[int], lengths: list[int]) -> int:
+        """The free slot whose tokens were not needed for longest, and are not by those who wait."""
+        if len(free) == 1:
+            return free[0]
+        waiting = [other for other in self._waiting if other.slot < 0 and other is not job and not other.cancelled]
+        next_ones = [[self._shared(other, slot) for slot in self._slots] for other in waiting[: len(self._slots)]]
+        needed = {longest(each) for each in (lengths, *next_ones) if any(each)}
+        lower = [number for number, slot in enumerate(self._slots) if slot.lower]
+        if job.priority > 0 and len(lower) >= self._share:  # else one evaluation would drive out every conversation
+            needed |= set(free).difference(lower)
+
+        def missed(number: int) -> tuple[bool, bool, int]:
+            slot = self._slots[number]
+            return slot.length > 0, number in needed, slot.used
+
+        return min(free, key=missed)
 
     def _leave(self, job: Job) -> None:
         job.over = True
         self._running.remove(job)
-        self._slots[job.slot].job = None
+        slot = self._slots[job.slot]
+        slot.job, slot.used = None, next(self._leaves)
 
     def _end(self, job: Job, event: Event) -> None:
+        if isinstance(event, Failed) or (isinstance(event, Scored) and not math.isfinite(sum(event.logprobs))):
+            self._slots[job.slot].length = 0  # what is not finite must not reach the next one in this slot
+            self._model.cache.clear(job.slot, len(job.ids))
         self._leave(job)
         self._events.append((job, event))
 
     # --- what a step computes -----------------------------------------------------------------------------------------
 
     def _plan(self, *, lower: bool = True) -> list[list[tuple[Job, int]]]:
-        """(job, number of tokens) for this step, by weight set: decode rows in order of slots, then prompt chunks.
+        """(job, number of tokens) for this step, by weight set: decode rows by length, then prompt chunks.
 
         Without `lower`, live jobs only."""
         running = [job for job in self._running if lower or job.priority == 0]
-        decode = sorted((job for job in running if job.left == 1 and not job.rating), key=lambda job: job.slot)
+        decode = [job for job in running if job.left == 1 and not job.rating]
+        decode.sort(key=lambda job: (job.done, job.slot))
         plan = [(job, 1) for job in decode]
         chunks = [job for job in running if job.left > 1 or job.rating]
         # A few answers can wait a little longer for many prompts; many answers are not held up for a few prompts.
@@ -327,7 +361,7 @@ class Scheduler:
             places=self._model.cache.rows(torch.tensor(slots), places),
             runs=self._runs(jobs),
             wanted=torch.tensor(wanted + rated, dtype=torch.long),
-            loras=_loras(jobs),
+            added=self._added(jobs),
         )
         logits = self._model.forward(jobs[0][0].resident.weights, work)
         drawing = [job for job, count in jobs if not job.rating and job.left == count]
@@ -354,6 +388,17 @@ class Scheduler:
             runs.append(self._model.chunk_run(job.slot, job.done, count, row))
             row += count
         return tuple(runs)
+
+    def _added(self, jobs: Sequence[tuple[Job, int]]) -> tuple[Added, ...]:
+        """What LoRAs add: for decode rows together, for each chunk of a prompt alone."""
+        decode = [job.resident.lora for job, _ in jobs if job.left == 1 and not job.rating]
+        row = len(decode)
+        found = self._mixer.mix(decode, whole=row == len(jobs))
+        for job, count in jobs[row:]:
+            if job.resident.lora is not None:
+                found.append(Alone(job.resident.lora, slice(row, row + count)))
+            row += count
+        return tuple(found)
 
     def _advance(self, job: Job, drawn: Drawn) -> None:
         """Take a drawn token: its text, and whether it ends the job."""
@@ -388,6 +433,11 @@ class Scheduler:
                 self._end(job, Failed(error))
 
 
+def longest(lengths: list[int]) -> int:
+    """Where the greatest is; the first of several."""
+    return lengths.index(max(lengths))
+
+
 def common(one: list[int], other: list[int]) -> int:
     """How many tokens two sequences share from their beginning. Halves the question instead of walking in Python."""
     low, high = 0, min(len(one), len(other))
@@ -417,21 +467,3 @@ def _legal(jobs: Sequence[Job]) -> dict[int, Tensor]:
         for row, job in enumerate(jobs)
         if job.guide is not None
     }
-
-
-def _loras(jobs: Sequence[tuple[Job, int]]) -> tuple[tuple[Lora, slice | Tensor], ...]:
-    """Which rows each LoRA is for: a slice where they lie together, as they do when all are of one release."""
-    spans: dict[Lora, list[tuple[int, int]]] = {}
-    row = 0
-    for job, count in jobs:
-        if job.resident.lora is not None:
-            found = spans.setdefault(job.resident.lora, [])
-            if found and found[-1][1] == row:
-                found[-1] = (found[-1][0], row + count)
-            else:
-                found.append((row, row + count))
-        row += count
-    return tuple(
-        (lora, slice(*found[0]) if len(found) == 1 else torch.cat([torch.arange(*span) for span in found]))
-        for lora, found in spans.items()
-    )

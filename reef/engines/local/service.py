@@ -21,21 +21,27 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from reef.core import rpc, wire
 from reef.core.errors import BusyError, ContextError, EngineError, InputError
 from reef.engines import Resolver
+from reef.engines.local.broadcast import Following
 from reef.engines.local.chat import Chat, parse
 from reef.engines.local.layout import check, weight_files
 from reef.engines.local.legal import Grammars, Guide
 from reef.engines.local.lora import Resident, Shelf
-from reef.engines.local.model import DTYPES, Model, load_weights
+from reef.engines.local.model import DTYPES, Model, load_weights, packs
+from reef.engines.local.quantised import packer
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored
 from reef.engines.local.server import Options
 from reef.engines.local.text import LONG, Stream, Text
+
+if TYPE_CHECKING:
+    from reef.engines.local.broadcast.receive import Receiver
 
 ENCODERS = 2  # long prompts that are made into tokens at once; others wait, and are not begun once their client left
 FORMS = 64  # new forms of answers that wait to be compiled; a queue of hostile ones must not be long
@@ -46,7 +52,7 @@ log = logging.getLogger(__name__)
 class Service:
     """The engine without its socket. `start` and `close` belong to one event loop."""
 
-    def __init__(self, folder: Path, resolve: Resolver, options: Options) -> None:
+    def __init__(self, folder: Path, resolve: Resolver, options: Options, following: Following | None = None) -> None:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         layout = check(folder)
@@ -60,17 +66,28 @@ class Service:
         self._grammars = Grammars(folder, layout)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="forms")
         self._compiling = 0
-        base = load_weights(weight_files(folder), layout, dtype)
+        pack = packer(options.quantised, packed=packs(dtype)) if options.quantised else None
+        base = load_weights(weight_files(folder), layout, dtype, pack=pack)
         self._model = Model(layout, options.slots, self._context, dtype)
-        self._shelf = Shelf(base, layout, dtype, resolve, loras=options.loras, full=options.full, digest=options.digest)
+        self._receiver = _receiver(following, options)
+        self._shelf = Shelf(
+            base, layout, dtype, resolve, loras=options.loras, full=options.full, digest=options.digest,
+            arrivals=self._receiver.arrivals if self._receiver else None,
+            recorded=following.recorded if following else None,
+            pack=pack,
+        )  # fmt: skip
         self._scheduler = Scheduler(self._model, self._text, self._deliver, share=options.share)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduler.start()
+        if self._receiver is not None:
+            self._receiver.start()
 
     def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
         self._scheduler.stop()
         self._encoders.shutdown(wait=False, cancel_futures=True)
         self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -114,6 +131,7 @@ class Service:
                 sampling=dataclasses.asdict(sampling),
                 model=self._name,
                 context_length=self._context,
+                quantised=self._options.quantised,
             )
             events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
             for choice in range(chat.choices):
@@ -141,7 +159,7 @@ class Service:
                     yield self._delta(choice, event, resident.release_id, chat)
                 elif isinstance(event, Ended):
                     left -= 1
-                    yield wire.Finished(choice=choice, finish_reason=event.reason)
+                    yield wire.Finished(choice=choice, finish_reason=event.reason, cached=jobs[choice].cached)
         finally:
             for job in jobs:
                 self._scheduler.cancel(job)
@@ -266,13 +284,24 @@ class Service:
             "model": self._name,
             "digest": self._options.digest,
             "dtype": self._options.dtype,
+            "quantised": self._options.quantised,
             "slots": self._options.slots,
             "context": self._context,
             "running": self._scheduler.running,
             "waiting": self._scheduler.waiting,
             "resident": self._shelf.ids(),
+            **({"arrivals": self._receiver.shown()} if self._receiver is not None else {}),
         }
         return wire.Pong(pid=os.getpid(), kind="engine", detail=detail)
+
+
+def _receiver(following: Following | None, options: Options) -> Receiver | None:
+    if following is None:
+        return None
+    from reef.engines.local.broadcast.arrivals import Arrivals
+    from reef.engines.local.broadcast.receive import Receiver as Made
+
+    return Made(following.place, Arrivals(options.arrival_bytes))
 
 
 def _draw(chat: Chat, choice: int) -> Draw:
@@ -305,9 +334,11 @@ async def serve(listener: socket.socket, service: Service) -> asyncio.Server:
     return await rpc.serve(listener, service.handle)
 
 
-def main(listener: socket.socket, folder: Path, resolve: Resolver, options: Options) -> None:
+def main(
+    listener: socket.socket, folder: Path, resolve: Resolver, options: Options, following: Following | None = None
+) -> None:
     """Load the model and serve until SIGTERM or SIGINT."""
-    service = Service(folder, resolve, options)
+    service = Service(folder, resolve, options, following)
 
     async def until_told() -> None:
         stop = asyncio.Event()
