@@ -87,3 +87,17 @@ def test_zero_gradients_change_nothing() -> None:
     adam.parameters["a"].grad, adam.parameters["b"].grad = torch.zeros((3, 2)), torch.zeros(4)
     assert adam.step("policy") == 0
     assert torch.equal(adam.parameters["a"], torch.ones((3, 2)))
+
+
+def test_gradients_of_any_strides_are_read_as_they_are() -> None:
+    straight, turned = fresh(), fresh()
+    gradient = torch.arange(6.0).view(3, 2)
+    straight.parameters["a"].grad = gradient.clone()
+    turned.parameters["a"].grad = gradient.t().contiguous().t()
+    assert straight.step("policy") == turned.step("policy")
+    assert torch.equal(straight.parameters["a"], turned.parameters["a"])
+
+
+def test_a_parameter_with_other_strides_is_refused() -> None:
+    with pytest.raises(TrainError, match="make a one with"):
+        Adam({"a": torch.ones(2, 3).t().requires_grad_()}, 0.1)

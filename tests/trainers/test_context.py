@@ -128,10 +128,13 @@ def test_no_state_is_multiplied_with_the_head_where_nothing_is_trained(
     model: Llama, one: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    whole = llama._Picked.apply
-    monkeypatch.setattr(
-        llama._Picked, "apply", lambda hidden, *rest: (seen.append(len(hidden)), whole(hidden, *rest))[1]
-    )
+    for whole in (llama.sampled, llama.picked):
+
+        def counted(hidden: Tensor, *rest: Any, whole: Any = whole) -> Any:
+            seen.append(len(hidden))
+            return whole(hidden, *rest)
+
+        monkeypatch.setattr(llama, whole.__name__, counted)
     mask = torch.zeros_like(one.mask)
     mask[:2] = 1
     found, _ = outputs(model, replace(one, mask=mask))
@@ -236,7 +239,7 @@ def test_contexts_groups_and_demonstrations_do_not_depend_on_the_split(
         results.append(done)
     for other in results[1:]:
         for metric in ("loss", "grad_norm"):
-            assert other.metrics[metric] == pytest.approx(results[0].metrics[metric], rel=1e-5)
+            assert other.metrics[metric] == pytest.approx(results[0].metrics[metric], rel=1e-5 if rank else 1e-4)
         for file in (name, "modules.safetensors"):
             one, two = part(results[0], file), part(other, file)
             apart = torch.cat([(one[key] - two[key]).flatten().abs().float() for key in one])

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from reef.core.errors import TrainError
 from reef.trainers.local.llama import Llama, Lora, pack
-from reef.trainers.local.step import peft_config
+from reef.trainers.local.working import peft_config
 
 SEQUENCES = [[1, 5, 6, 7, 8, 9], [1, 5, 6, 10], [1, 5, 6, 7, 11, 12, 13, 14, 15], [1, 5, 6, 60]]
 

@@ -18,7 +18,8 @@ EPSILON = 1e-8
 
 
 class Adam:
-    """Learns `parameters` in place. `count` steps were made; while it is below `warmup` the rate rises linearly."""
+    """Learns `parameters`, which are contiguous, in place. `count` steps were made; while it is below `warmup` the rate
+    rises linearly."""
 
     def __init__(
         self,
@@ -31,6 +32,8 @@ class Adam:
         warmup: int = 0,
     ) -> None:
         self.parameters = dict(parameters)
+        if ragged := [name for name, tensor in self.parameters.items() if not tensor.is_contiguous()]:
+            raise TrainError(f"the optimizer needs contiguous parameters; make {ragged[0]} one with .contiguous()")
         self.rate = rate
         self.clip = clip
         self.betas = betas
@@ -46,24 +49,40 @@ class Adam:
 
         TrainError, with nothing changed, when a gradient is not finite.
         """
-        gradients = {name: tensor.grad for name, tensor in self.parameters.items() if tensor.grad is not None}
-        norm = math.sqrt(sum(float(gradient.square().sum(dtype=torch.float64)) for gradient in gradients.values()))
+        # The fused update reads memory in order, whatever the strides say.
+        gradients = {
+            name: tensor.grad.contiguous() for name, tensor in self.parameters.items() if tensor.grad is not None
+        }
+        norm = math.sqrt(self.square(gradients))
         if not math.isfinite(norm):
             self.clear()
             raise TrainError(f"the gradient of the {what} is not finite; nothing was changed")
         scale = min(1.0, self.clip / norm) if norm > 0 else 1.0
         self.count += 1
         rate = self.rate * min(1.0, self.count / (self.warmup + 1))
-        one, two = self.betas
-        for name, gradient in gradients.items():
-            first = self._first[name].lerp_(gradient * scale, 1 - one)
-            second = self._second[name].mul_(two).addcmul_(gradient, gradient, value=(1 - two) * scale * scale)
-            root = (second / (1 - two**self.count)).sqrt_().add_(EPSILON)
-            tensor = self.parameters[name]
-            tensor.mul_(1 - rate * self.weight_decay)
-            tensor.addcdiv_(first, root, value=-rate / (1 - one**self.count))
+        if gradients:
+            torch._fused_adamw_(
+                [self.parameters[name] for name in gradients],
+                list(gradients.values()),
+                [self._first[name] for name in gradients],
+                [self._second[name] for name in gradients],
+                [],
+                [torch.tensor(float(self.count))] * len(gradients),
+                lr=rate,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self.weight_decay,
+                eps=EPSILON,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None if scale == 1 else torch.tensor(1 / scale),
+            )
         self.clear()
         return norm
+
+    def square(self, gradients: Mapping[str, Tensor]) -> float:
+        """The gradient's squared L2 norm."""
+        return sum(float(torch.linalg.vecdot(one, one).sum(dtype=torch.float64)) for one in gradients.values())
 
     def clear(self) -> None:
         for tensor in self.parameters.values():

@@ -16,7 +16,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,17 @@ from torch import Tensor
 from reef.core.errors import InputError, TrainError
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, read_layout, weight_files
 from reef.engines.local.model import frequencies
+from reef.trainers.local.attention import attend
+from reef.trainers.local.head import picked, sampled
+from reef.trainers.local.pieces import gated, joined, norm, project
+
+_LAYER_LINEARS = tuple(linear_path(0, name).removeprefix("model.layers.0.") for name in LAYER_LINEARS)
+LAYER_WEIGHTS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(f"{name}.weight" for name in _LAYER_LINEARS),
+)
+"""A layer's tensors, by the names they have within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,15 @@ class Packed:
     count: int  # B
     width: int  # L, the longest own part
     starts: tuple[int, ...]  # [B]: where in `ids` each sequence's own part begins
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What every layer of one forward looks at."""
+
+    packed: Packed
+    cosine: Tensor  # [N, 1, D], of the positions
+    sine: Tensor
 
 
 def pack(sequences: Sequence[Sequence[int]], share: int = 0) -> Packed:
@@ -86,6 +105,11 @@ class Lora:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def layer(self, number: int) -> Lora:
+        """One layer's, by the names its linears have within it."""
+        at = f"model.layers.{number}."
+        return Lora({name: self.pairs[at + name] for name in _LAYER_LINEARS}, self.rank, self.alpha)
+
     @classmethod
     def fresh(cls, model: Llama, rank: int, alpha: float, seed: int) -> Lora:
         """A random as PEFT makes it (Kaiming uniform, a = sqrt 5), B zero: at the start the policy is the base."""
@@ -123,9 +147,9 @@ class Lora:
     @staticmethod
     def shapes(model: Llama, rank: int) -> dict[str, tuple[int, int]]:
         """By PEFT name, in a fixed order: A [rank, in] and B [out, rank] of every linear."""
-        found = {}
+        found, whole = {}, model.layout.shapes()
         for name in model.linears():
-            out, wide = model.weights[f"{name}.weight"].shape
+            out, wide = whole[f"{name}.weight"]
             found[f"base_model.model.{name}.lora_A.weight"] = (rank, wide)
             found[f"base_model.model.{name}.lora_B.weight"] = (out, rank)
         return found
@@ -178,26 +202,31 @@ class Llama:
         """Hidden states [N, d] in float32, after the final norm; or only those at `wanted` [n], which spares the last
         layer most of its work where prompts are long."""
         layout = self.layout
-        x = F.embedding(packed.ids, self.weights["model.embed_tokens.weight"]).to(self.compute).float()
-        cosine, sine = self._rotary(packed.positions)
-        mask = _mask(packed, layout.heads // layout.kv_heads)
-        for layer in range(layout.layers):
-            at = f"model.layers.{layer}"
-            h = self._norm(x, f"{at}.input_layernorm.weight").to(self.compute)
-            query, key, value = (
-                self._linear(h, f"{at}.self_attn.{name}", lora).view(-1, heads, layout.head_dim)
-                for name, heads in (("q_proj", layout.heads), ("k_proj", layout.kv_heads), ("v_proj", layout.kv_heads))
-            )
-            query, key = _rotate(query.float(), cosine, sine), _rotate(key.float(), cosine, sine)
-            seen = _attend(query, key, value.float(), packed, mask).reshape(-1, layout.heads * layout.head_dim)
-            if wanted is not None and layer == layout.layers - 1:  # from here on rows do not look at each other
-                seen, x = seen[wanted], x[wanted]
-            x = x + self._linear(seen, f"{at}.self_attn.o_proj", lora)
-            h = self._norm(x, f"{at}.post_attention_layernorm.weight").to(self.compute)
-            gate = self._linear(h, f"{at}.mlp.gate_proj", lora)
-            up = self._linear(h, f"{at}.mlp.up_proj", lora)
-            x = x + self._linear(F.silu(gate) * up, f"{at}.mlp.down_proj", lora)
-        return self._norm(x, "model.norm.weight")
+        x = F.embedding(packed.ids, self._top("model.embed_tokens.weight")).to(self.compute).float()
+        seen = Seen(packed, *self._rotary(packed.positions))
+        for number in range(layout.layers):
+            last = number == layout.layers - 1
+            x = self._layer(number, x, lora and lora.layer(number), seen, wanted if last else None)
+        return norm(x, self._rounded(self._top("model.norm.weight")), layout.epsilon, torch.float32)
+
+    def layer(
+        self, weights: Mapping[str, Tensor], x: Tensor, lora: Lora | None, seen: Seen, wanted: Tensor | None
+    ) -> Tensor:
+        """One layer: [N, d] -> [N, d], or to [n, d] where only `wanted` rows matter. `weights` and the pairs of `lora`
+        are the layer's own, by the names they have within it."""
+        layout = self.layout
+        h = self._norm(x, weights["input_layernorm.weight"])
+        query, key, value = (
+            one.view(len(h), -1, layout.head_dim)
+            for one in self._project(h, weights, lora, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        )
+        found = attend(query, key, value, seen.cosine, seen.sine, seen.packed)
+        if wanted is not None:  # from here on rows do not look at each other
+            found, x = found[wanted], x[wanted]
+        x = joined(x, self._project(found, weights, lora, "self_attn.o_proj")[0])
+        h = self._norm(x, weights["post_attention_layernorm.weight"])
+        active = gated(*self._project(h, weights, lora, "mlp.gate_proj", "mlp.up_proj"))
+        return joined(x, self._project(active, weights, lora, "mlp.down_proj")[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, V] float32. Pass only the positions that predict something: this is the widest product."""
@@ -215,116 +244,38 @@ class Llama:
         the likeliest ids [n, top]."""
         hidden, head = hidden.to(self.compute), self._head()
         if not (torch.is_grad_enabled() and head.requires_grad):
-            found: tuple[Tensor, Tensor] = _Picked.apply(hidden, head, ids, temperatures, top, legal)  # type: ignore[no-untyped-call]
-            return found
+            if ids.shape[1] == 1 and not top:
+                return sampled(hidden, head, ids[:, 0], temperatures, legal)[:, None], ids[:, :0]
+            return picked(hidden, head, ids, temperatures, top, legal)
         logits = F.linear(hidden, head).float() / temperatures[:, None]
         if legal is not None:
             logits = logits.masked_fill(~legal, float("-inf"))
         best = logits.detach().topk(top).indices
         return logits.gather(1, torch.cat((ids, best), 1)) - logits.logsumexp(-1, keepdim=True), best
 
+    def _layer(self, number: int, x: Tensor, lora: Lora | None, seen: Seen, wanted: Tensor | None) -> Tensor:
+        at = f"model.layers.{number}."
+        return self.layer({name: self.weights[at + name] for name in LAYER_WEIGHTS}, x, lora, seen, wanted)
+
+    def _top(self, name: str) -> Tensor:
+        """A weight outside the layers."""
+        return self.weights[name]
+
     def _head(self) -> Tensor:
-        name = "model.embed_tokens.weight" if self.layout.tied else "lm_head.weight"
-        return self.weights[name].to(self.compute)
+        return self._top("model.embed_tokens.weight" if self.layout.tied else "lm_head.weight").to(self.compute)
 
-    def _linear(self, x: Tensor, name: str, lora: Lora | None) -> Tensor:
-        x = x.to(self.compute)
-        y = F.linear(x, self.weights[f"{name}.weight"].to(self.compute))
-        if lora is None:
-            return y
-        a, b = lora.pairs[name]
-        return torch.addmm(y, F.linear(x, a.to(self.compute)), b.to(self.compute).t(), alpha=lora.scale)
+    def _project(self, x: Tensor, weights: Mapping[str, Tensor], lora: Lora | None, *names: str) -> tuple[Tensor, ...]:
+        """One x through several linears."""
+        own = [weights[f"{name}.weight"] for name in names]
+        return project(x, own) if lora is None else project(x, own, [lora.pairs[name] for name in names], lora.scale)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, (self.layout.hidden,), self.weights[name].to(self.compute).float(), self.layout.epsilon)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return norm(x, self._rounded(weight), self.layout.epsilon, self.compute)
+
+    def _rounded(self, weight: Tensor) -> Tensor:
+        return weight.to(self.compute).float()
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        angles = positions[:, None].float() * frequencies(self.layout)
+        angles = positions[:, None].float() * frequencies(self.layout).to(positions.device)
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
         return angles.cos(), angles.sin()
-
-
-class _Picked(torch.autograd.Function):
-    """Log-softmax, gather and the head's product in one, for a head that does not learn.
-
-    Saves the logits once, in the compute type, where autograd would keep three float32 copies of [n, V].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, ids: Tensor, temperatures: Tensor, top: int, legal: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, head)
-        if legal is not None:
-            logits.masked_fill_(~legal, float("-inf"))
-        best = logits.topk(top).indices if top else ids[:, :0]
-        ids = torch.cat((ids, best), 1)
-        scaled = _scaled(logits, temperatures)
-        whole = scaled.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logits, head, ids, temperatures, whole)
-        ctx.mark_non_differentiable(best)
-        return scaled.gather(1, ids) - whole, best
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        logits, head, ids, temperatures, whole = ctx.saved_tensors
-        each = gradient / temperatures[:, None]
-        found = _scaled(logits, temperatures)
-        found.sub_(whole).exp_().mul_(-each.sum(-1, keepdim=True))
-        found.scatter_add_(1, ids, each)
-        return found.to(head.dtype) @ head, None, None, None, None, None
-
-
-def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """A float32 copy of [n, V] logits, each row at its temperature."""
-    found = logits.to(torch.float32, copy=True)
-    return found.div_(temperatures[:, None]) if bool((temperatures != 1).any()) else found
-
-
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cosine + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sine
-
-
-def _mask(packed: Packed, share: int) -> Tensor:
-    """[share * L, P + L]: an own token sees the whole prefix and its own past; once for each head of a group."""
-    own = torch.ones(packed.width, packed.width, dtype=torch.bool).tril()
-    whole = torch.cat((torch.ones(packed.width, packed.prefix, dtype=torch.bool), own), dim=1)
-    return whole.repeat(share, 1)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, mask: Tensor) -> Tensor:
-    """Attention over packed tokens in float32: [N, heads, D], [N, kv_heads, D] twice -> [N, heads, D].
-
-    The query heads that share a key head are laid out along the query length, so keys are never repeated. On a CPU
-    this halves the backward pass of short sequences against bfloat16 and repeated keys.
-    """
-    cut, heads, groups = packed.prefix, query.shape[1], key.shape[1]
-    share = heads // groups
-
-    many, width = packed.count, packed.width
-
-    def padded(x: Tensor) -> Tensor:
-        return (
-            x.new_zeros(many * width, *x.shape[1:]).index_copy(0, packed.slots, x[cut:]).view(many, width, *x.shape[1:])
-        )
-
-    q = (
-        padded(query)
-        .view(many, width, groups, share, -1)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(many, groups, share * width, -1)
-    )
-    k, v = padded(key).transpose(1, 2), padded(value).transpose(1, 2)
-    if cut:
-        k, v = (
-            torch.cat((x[:cut].transpose(0, 1).expand(many, -1, -1, -1), own), dim=2)
-            for x, own in ((key, k), (value, v))
-        )
-    rows = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).view(many, groups, share, width, -1)
-    own = rows.permute(0, 3, 1, 2, 4).reshape(many * width, heads, -1).index_select(0, packed.slots)
-    if not cut:
-        return own
-    pq, pk, pv = (x[:cut].transpose(0, 1)[None] for x in (query, key, value))
-    shared = F.scaled_dot_product_attention(pq, pk, pv, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-    return torch.cat((shared, own))

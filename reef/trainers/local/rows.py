@@ -28,9 +28,9 @@ from reef.trainers.local.llama import Packed, pack
 from reef.trainers.local.objective import Rows, Total
 
 MICRO_TOKENS = 2048
-"""Packed tokens of one micro-batch: about 1 MB of activations each on the embedded model."""
+"""Packed tokens of one micro-batch: less than 1 MB of activations each on the embedded model."""
 MICRO_TARGETS = 1024
-"""Response tokens of one micro-batch: each costs a row of logits, three times."""
+"""Response tokens of one micro-batch: each costs rows of logits where a loss wants more than their log-probs."""
 SHARED = 128
 """Prompt tokens that must be saved for answers to one prompt to have micro-batches of their own."""
 
