@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from reef.core.errors import TrainError
 from reef.trainers.local import losses
 from reef.trainers.local.llama import Llama
-from reef.trainers.local.objective import Context, Outputs, Plan, Rows
+from reef.trainers.local.objective import Common, Context, Outputs, Plan, Rows
 
 ALIKE = 1e-9
 """Rewards of a group this near to each other give no advantage: rounding must not be scaled up into a signal."""
@@ -126,6 +126,20 @@ class GRPO:
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:
         return {}
+
+    def common(self, rows: Rows) -> Common | None:
+        """Where nothing but recorded log-probs bounds the ratio; each token's share of the mean is in its weight."""
+        if self.form not in ("ppo", "cispo") or self.kl or self.cap is not None:
+            return None
+        advantage = rows.extra["advantages"].detach()
+        if self.reduction == "token_mean":
+            share = advantage / rows.total.tokens
+        elif self.reduction == "seq_mean":
+            each = losses.sample_sums(rows.mask, rows.lengths).clamp_min(1)
+            share = advantage / losses.spread(each, rows.lengths) / rows.total.samples
+        else:
+            share = advantage / (rows.total.samples * (self.length or self._longest))
+        return Common(self.form, share * rows.mask, self.low, self.high, self.dual if self.form == "ppo" else None)
 
     def _policy(self, logprobs: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Each token's loss [T], and 1 where the bounds took its gradient or changed its weight [T]."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from reef.trainers.local.llama import Llama
 from reef.trainers.local.losses import kl, token_mean
-from reef.trainers.local.objective import Context, Outputs, Plan, Rows
+from reef.trainers.local.objective import Common, Context, Outputs, Plan, Rows
 
 
 def cross_entropy(logprobs: Tensor) -> Tensor:
@@ -49,6 +49,9 @@ class SFT:
             return shown, {"cross_entropy": float(shown.detach())}
         apart = token_mean(kl(rows.passes["base"].logits(), outputs.logits()), rows.mask, rows.total)
         return shown + self.kl * apart, {"cross_entropy": float(shown.detach()), "kl": float(apart.detach())}
+
+    def common(self, rows: Rows) -> Common | None:
+        return None if self.kl else Common("cross_entropy", rows.mask / rows.total.tokens)
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:
         return {}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from reef.core.errors import TrainError
 from reef.trainers.local.llama import Llama
-from reef.trainers.local.objective import Context, Outputs, Plan, Rows
+from reef.trainers.local.objective import Common, Context, Outputs, Plan, Rows
 
 from . import entropic
 
@@ -69,6 +69,9 @@ class Entropic:
         loss = surrogate(apart, rows.extra["advantages"]) / rows.total.samples
         mismatch = float(apart.detach().abs().sum()) / rows.total.tokens
         return loss, {"policy_loss": float(loss.detach()), "mismatch": mismatch}
+
+    def common(self, rows: Rows) -> Common:
+        return Common("importance_sampling", rows.extra["advantages"] / rows.total.samples)
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:
         return {}

@@ -22,6 +22,9 @@ from reef.engines import Resolver
 
 WORKS = {
     "local": "reef.trainers.local.work:LocalWork",
+    "ray": "reef.trainers.ray.work:RayWork",
+    "tinker": "reef.trainers.tinker.work:TinkerWork",
+    "slime": "reef.trainers.slime.work:SlimeWork",
 }
 """Backends that make steps in the trainer's process."""
 

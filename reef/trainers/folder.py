@@ -30,7 +30,7 @@ from reef.core.wire import Step, Stepped
 
 FORMAT = 1
 STATE = "state.json"
-PRIVATE = ("optimizer.safetensors", "modules.safetensors", STATE)
+PRIVATE = ("optimizer.safetensors", "modules.safetensors", "remote.json", STATE)
 """Files of a step that never become part of a release."""
 
 Content = bytes | Callable[[Path], None]

@@ -35,8 +35,8 @@ async def fake(training, model):
 
 
 @contextlib.asynccontextmanager
-async def local(training, model):
-    """The embedded trainer of a tiny random model, behind its real server on a unix socket."""
+async def behind(training, model, backend="local", options=None):
+    """A backend with a tiny random model, behind its real server on a unix socket."""
     from reef.trainers import Ground
     from reef.trainers.server import Server
 
@@ -44,14 +44,54 @@ async def local(training, model):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"{place}/trainer.sock")
         listener.listen()
-        server = await rpc.serve(listener, Server(Ground(model(), training, lambda release: BASE)).answer)
+        ground = Ground(model(), training, lambda release: BASE)
+        process = Server(ground, backend, options)
+        server = await rpc.serve(listener, process.answer)
         trainer = SocketTrainer(Path(place) / "trainer.sock")
         yield trainer
         await trainer.close()
         server.close()
+        process.close()
 
 
-TRAINERS = {"fake": fake, "local": pytest.param(local, marks=pytest.mark.model)}
+def local(training, model):
+    return behind(training, model)
+
+
+@contextlib.asynccontextmanager
+async def ray(training, model):
+    """Two workers, which outlive their trainer: each start takes seconds."""
+    from reef.trainers.ray import Options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(trainers.WORKS, "ray", "tests.trainers.ray.kit:Lasting")
+        async with behind(training, model, "ray", Options(workers=2, cpus=1)) as trainer:
+            yield trainer
+
+
+def tinker(training, model):
+    """A stub of the service, which has the model too and outlives its clients."""
+    from tests.trainers.tinker.kit import options
+
+    return behind(training, model, "tinker", options(training.parent / "service", model()))
+
+
+@contextlib.asynccontextmanager
+async def slime(training, model):
+    """A stub of slime in processes of its own, started as slime is, which go on where they were."""
+    from tests.trainers.slime.kit import cluster, options
+
+    place = training.parent / "slime"
+    async with behind(training, model, "slime", options(place)) as trainer:
+        with cluster(place, model(), temperature=100.0):
+            yield trainer
+
+
+REAL = (local, ray, tinker, slime)
+TRAINERS = {"fake": fake} | {one.__name__: pytest.param(one, marks=pytest.mark.model) for one in REAL}
+FITS = {"tinker": {"recipe": "grpo", "temperature": 1.0}, "slime": {"recipe": "grpo"}}
+"""What backends that know only recorded tokens' log-probs are asked for."""
+fit = {}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +112,8 @@ def model(tmp_path_factory):
 @pytest.fixture(params=TRAINERS.values(), ids=TRAINERS.keys())
 def start(request, tmp_path, model):
     """Starts a trainer on one and the same training folder, as after a restart."""
+    fit.clear()
+    fit.update(FITS.get(request.param.__name__, {}))
     return lambda: request.param(tmp_path / "training", model)
 
 
@@ -95,17 +137,20 @@ def data(seed, count=4):
                 reward=float(number % 2),
                 record_id=f"{seed:016x}{number:016x}",
                 choice=0,
-                temperature=100.0,  # so hot that every token is as likely, and its log-prob known without the model
+                # so hot that every token is as likely, and its log-prob known without the model
+                temperature=fit.get("temperature", 100.0),
                 lag=0,
+                group="all",
             )
         )
     return made
 
 
 def order(step=1, **changes):
+    from recipes.grpo.recipe import GRPORecipe
     from recipes.sao.recipe import SAORecipe
 
-    objective = SAORecipe(rank=2).objective()
+    objective = (GRPORecipe(rank=2, kl=0.0) if fit.get("recipe") == "grpo" else SAORecipe(rank=2)).objective()
     wanted = {
         "scenario": "demo",
         "part": "weights",

@@ -144,6 +144,22 @@ class Outputs:
         return blank.index_put((where,), found)
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A loss that trainers elsewhere know by name: a sum over tokens, r = pi / q, with everything else in `weights`.
+
+    cross_entropy: -w log pi. importance_sampling: -r w. ppo: -min(r w, clip(r) w), at most -`dual` w where w < 0.
+    cispo: -sg(clip(r)) w log pi. clip(r) bounds r to [1 - low, 1 + high]. Equal to the objective's own `loss` and its
+    gradient wherever |log r| is below 20.
+    """
+
+    name: str
+    weights: Tensor  # [T] float32, 0 where nothing trains
+    low: float = 0.0
+    high: float = 0.0
+    dual: float | None = None
+
+
 class Context(Protocol):
     """What the trainer offers a method during one step."""
 
@@ -172,6 +188,9 @@ class Context(Protocol):
 
 
 class Objective(Protocol):
+    """One may also have `common(rows) -> Common | None`, asked after `prepare`: its loss by a common name, if it has
+    one. A trainer elsewhere is then asked for exactly that (`docs/trainers.md`)."""
+
     plan: Plan
 
     def modules(self, model: Llama) -> Mapping[str, tuple[nn.Module, float]]:

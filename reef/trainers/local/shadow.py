@@ -28,10 +28,9 @@ class Shadow(nn.Module):
     def __init__(self, model: Llama, plan: Plan, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        shapes = model.weights if plan.rank == 0 else Lora.shapes(model, plan.rank)
+        shapes = model.layout.shapes() if plan.rank == 0 else Lora.shapes(model, plan.rank)
         self.names = {name: name.replace(".", "/") for name in shapes}  # a buffer's name may hold no dot
-        for name, shape in shapes.items():
-            size = shape.shape if isinstance(shape, Tensor) else shape
+        for name, size in shapes.items():
             self.register_buffer(self.names[name], torch.zeros(size, dtype=torch.float32))
         self.register_buffer("started", torch.zeros(1, dtype=torch.int64))
 

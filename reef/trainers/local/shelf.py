@@ -30,6 +30,7 @@ from reef.engines.local.text import Text
 from reef.trainers import folder as steps
 from reef.trainers.local.llama import Llama, Lora
 from reef.trainers.local.rows import Known
+from reef.trainers.origin import same_base as same_base
 
 TEACHERS = 2
 TOLD = 300  # characters of a name, and of another's words, in an error
@@ -134,17 +135,6 @@ class Shelf:
                 f"the teacher {name} has another tokenizer than the base model, so the recorded token ids mean "
                 "something else to it; use a teacher of the same family"
             )
-
-
-def same_base(what: str, meta: Mapping[str, Any], digest: str | None) -> None:
-    """Weights hold for one base model. An unknown digest (none, or all zeros) is believed to be the right one."""
-    base = meta.get("base") or {}
-    made = str(base.get("digest") or "")
-    if digest and made.strip("0") and made != digest:
-        raise DigestError(
-            f"{what} belongs to the base model {base.get('name') or 'unknown'} ({made[:12]}), the trainer has "
-            f"{digest[:12]}; serve the model that the scenario was made with, or start a new scenario"
-        )
 
 
 def _release(name: str, resolve: Resolver) -> WeightFiles:
