@@ -28,7 +28,7 @@ from reef.cli.bind import Bound, bind, engine_names, harmless, local_engine, own
 from reef.cli.process import Boot
 from reef.cli.route import Scenarios, answering, models, nowhere, scenario_of
 from reef.config import Settings
-from reef.config.settings import EngineSettings
+from reef.config.settings import EngineSettings, listening
 from reef.core.errors import ConfigError, EngineError, MissingError, ReefError, StoreError
 from reef.core.kinds import OWN
 from reef.core.load import load
@@ -544,6 +544,7 @@ def _trainer(boot: Boot, settings: Settings) -> Trainer:
 
 def engine(boot: Boot) -> None:
     """The embedded model, until SIGTERM. The only process that answers with torch."""
+    from reef.engines.local.broadcast import PLACE, Following
     from reef.engines.local.server import Options, run
 
     settings = _settings(boot)
@@ -552,12 +553,15 @@ def engine(boot: Boot) -> None:
     chain = open_chain(settings.reef.state_dir, settings)
     listener = socket.socket(fileno=process.fd("ENGINE"))
     given = {"model": boot.model["name"], "digest": boot.model["digest"], **chosen.options}
-    run(listener, Path(boot.model["path"]), parts.resolver(chain), Options(**given))
+    following = Following(boot.run / PLACE, parts.recorded(chain)) if settings.training.broadcast else None
+    run(listener, Path(boot.model["path"]), parts.resolver(chain), Options(**given), following)
 
 
 def trainer(boot: Boot) -> None:
     """The trainer, at a low priority, until SIGTERM."""
+    from reef.engines.local.broadcast import PLACE
     from reef.trainers import Ground, options
+    from reef.trainers.broadcast import Listening
     from reef.trainers.server import run
 
     settings = _settings(boot)
@@ -566,7 +570,8 @@ def trainer(boot: Boot) -> None:
     listener = socket.socket(fileno=process.fd("TRAINER"))
     resolver = parts.resolver(open_chain(state, settings))
     ground = Ground(Path(model["path"]), state / "training", resolver, model["name"], model["digest"])
-    run(listener, ground, chosen.backend, options(chosen.backend, chosen.options))
+    sending = Listening(boot.run / PLACE, *listening(chosen.broadcast)) if chosen.broadcast else None
+    run(listener, ground, chosen.backend, options(chosen.backend, chosen.options), sending)
 
 
 def recover(boot: Boot) -> None:

@@ -200,6 +200,28 @@ class TrainingSettings(Section):
     next_seconds: Seconds = 900.0  # a message that comes later says nothing of the answer before it
     client_share: Annotated[float, Field(gt=0, le=1)] = 0.5  # of a batch that one client may fill while others wait
     options: dict[str, Any] = Field(default_factory=dict)  # the backend's arguments
+    broadcast: Text | None = None
+    """Where the trainer listens for engines that take each step's weights from its memory (docs/broadcast.md), an
+    address of this machine with a port: 127.0.0.1:0 (any free one). null: engines read files."""
+
+    @pydantic.field_validator("broadcast")
+    @classmethod
+    def _listening(cls, value: str | None) -> str | None:
+        if value is not None:
+            listening(value)
+        return value
+
+
+def listening(address: str) -> tuple[str, int]:
+    """Host and port of `training.broadcast`. ValueError, as the end of a sentence."""
+    host, _, port = address.rpartition(":")
+    bare = host.strip("[]")
+    right = port.isascii() and port.isdigit() and int(port) <= 65535
+    if not bare or not right or (":" in bare) != (host == f"[{bare}]"):
+        raise ValueError("write it as host:port, such as 127.0.0.1:0 (any free port)")
+    if bare in ("0.0.0.0", "::"):  # noqa: S104 (refused)
+        raise ValueError("needs the address by which engines reach this machine, such as 127.0.0.1:0, not all of them")
+    return bare, int(port)
 
 
 class HarnessSettings(Section):

@@ -19,6 +19,7 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
 from typing import Any
 
 from reef.core import rpc
@@ -28,6 +29,7 @@ from reef.core.wire import Message, Ping, Pong, Progress, Step, Stepped
 from reef.trainers import WORKS, Ground, Report, Work
 from reef.trainers import folder as steps
 from reef.trainers import options as read_options
+from reef.trainers.broadcast import Listening, Sender
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +39,16 @@ class _Stopped(Exception):
 
 
 class Server:
-    """Answers Step and Ping. `options` are the backend's; None: its defaults."""
+    """Answers Step and Ping. `options` are the backend's; None: its defaults. `sender`: is told of every step that is
+    durable, and sends it to engines beside this."""
 
-    def __init__(self, ground: Ground, backend: str = "local", options: Any = None) -> None:
+    def __init__(
+        self, ground: Ground, backend: str = "local", options: Any = None, sender: Sender | None = None
+    ) -> None:
         self._ground = ground
         self._backend = backend
         self._options = read_options(backend, {}) if options is None else options
+        self._sender = sender
         self._turn = asyncio.Lock()
         self._work: Work | None = None
 
@@ -52,17 +58,22 @@ class Server:
         return self._call(message)
 
     def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
         if self._work is not None:
             self._work.close()
 
     async def _call(self, message: Message) -> Message:
         if isinstance(message, Ping):
             detail = {"loaded": self._work is not None, "backend": self._backend}
+            if self._sender is not None:
+                detail["broadcast"] = self._sender.shown()
             return Pong(pid=os.getpid(), kind="trainer", detail=detail)
         raise WireError(f"the trainer does not answer {type(message).__name__}")
 
     async def _step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
         if (done := steps.answered(self._ground.training, order)) is not None:
+            self._announce(done)
             yield done
             return
         async with self._turn:
@@ -85,12 +96,18 @@ class Server:
                             yield wait.result()
                     finally:
                         wait.cancel()  # also when the caller leaves while nothing is new
-                yield await work
+                made = await work
+                self._announce(made)
+                yield made
             finally:
                 gone.set()
                 await asyncio.wait((work,))  # the turn is over when the thread is, also for a caller that left
                 if not work.cancelled() and isinstance(work.exception(), _Stopped):
                     log.info("step %d of line %s was left unfinished: its caller went away", order.step, order.line)
+
+    def _announce(self, done: Stepped) -> None:
+        if self._sender is not None:
+            self._sender.announce(Path(done.folder))
 
     def _advance(self, order: Step, report: Report) -> Stepped:
         """One step. Whatever goes wrong inside is TrainError, so that the batch is given up in the end; a full disk is
@@ -120,8 +137,28 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def run(listener: socket.socket, ground: Ground, backend: str = "local", options: Any = None) -> None:
-    """Serve until SIGTERM. A step in the making is left: its line's last finished step is what counts."""
+def _sending(wanted: Listening | None) -> Sender | None:
+    """Engines read files where nothing can be sent, so a port that is taken stops no training."""
+    if wanted is None:
+        return None
+    sender = Sender(wanted)
+    try:
+        sender.start()
+    except WireError as error:
+        log.error("%s", error.message)
+        return None
+    return sender
+
+
+def run(
+    listener: socket.socket,
+    ground: Ground,
+    backend: str = "local",
+    options: Any = None,
+    broadcast: Listening | None = None,
+) -> None:
+    """Serve until SIGTERM. A step in the making is left: its line's last finished step is what counts. `broadcast`:
+    where engines may come for the weights of each step."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads would starve the engine
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")  # kernels by shape; of 1024 nearly none come again
     steps.sweep(ground.training)
@@ -130,7 +167,7 @@ def run(listener: socket.socket, ground: Ground, backend: str = "local", options
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        trainer = Server(ground, backend, options)
+        trainer = Server(ground, backend, options, _sending(broadcast))
         server = await rpc.serve(listener, trainer.answer)
         await stop.wait()
         server.close()
