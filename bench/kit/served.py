@@ -38,4 +38,4 @@ def served(state: Path, config: str) -> Iterator[tuple[str, str]]:
             yield url, (state / "token").read_text().strip()
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(120)  # a gateway drains, and a training step may be on its way
