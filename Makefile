@@ -66,9 +66,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# bench/unattended.py (25 minutes, watched by nobody) is run by hand; bench/gate.py without --quick takes 10 to 20 minutes.
+# bench/unattended.py (25 minutes, watched by nobody) and bench/places.py (needs make vllm) are run by hand; bench/gate.py without --quick takes 10 to 20 minutes.
 bench: $(STAMP)
-	@for file in $(filter-out bench/unattended.py bench/gate.py,$(wildcard bench/*.py)) "bench/gate.py --quick"; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(filter-out bench/unattended.py bench/gate.py bench/places.py,$(wildcard bench/*.py)) "bench/gate.py --quick"; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:
 	rm -rf .venv .vllm .clients build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
