@@ -172,8 +172,8 @@ def below(pid: int) -> dict[int, str]:
 
 
 def alive(pids: Any) -> list[int]:
-    """Those that still run, after some seconds in which they may end."""
-    until = time.monotonic() + 30
+    """Those that still run, after two minutes in which they may end: Ray's agents notice late that a node is gone."""
+    until = time.monotonic() + 120
     while left := [pid for pid in pids if _runs(pid)]:
         if time.monotonic() > until:
             return left
