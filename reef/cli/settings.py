@@ -32,6 +32,7 @@ reef:
 
 # engines:
 #   up: {kind: upstream, url: https://api.openai.com/v1, key_env: OPENAI_API_KEY, model: null}
+#   gpu: {kind: vllm, url: "http://127.0.0.1:8000"}   # or sglang: a server that answers with our weights; urls: several
 
 gate:
   policy: guarded             # always | guarded, or with a suite: floor | better | no_worse | protected | all_of
@@ -45,6 +46,8 @@ gate:
 #   up/gpt-x: {prompt: 1.0, output: 4.0}
 
 # training: {trigger: hybrid}   # auto: from experience; manual: when a person asks (reef propose); hybrid: both
+# training: {backend: ray, options: {workers: 2}}   # where a step is made: local | ray | tinker | slime
+# training: {broadcast: "127.0.0.1:0"}   # engines take each step's weights from the trainer's memory
 # harness: {apply: true}        # for applications without a client: rules and matching skills go into their requests
 
 releases:

@@ -109,8 +109,8 @@ class EngineSettings(Section):
     speaks: tuple[Dialect, ...] = ()  # upstream: its dialects, when they are others than its api's usual ones
     retries: Annotated[int, Field(ge=0, le=10)] = 2  # upstream: further tries of a request that failed at once
     retry_seconds: Annotated[float, Field(ge=0)] = 10.0  # upstream: in which they all begin; a longer retry-after: none
-    connect: Seconds = 10.0  # upstream: seconds to reach it
-    idle: Seconds = 300.0  # upstream: seconds without a byte from it
+    connect: Seconds = 10.0  # seconds to reach it
+    idle: Seconds = 300.0  # seconds without a byte from it
     connections: Annotated[int, Field(ge=0)] = 0  # upstream: at once, from each gateway; 0: no limit
     proxy: Text | None = None  # upstream: an HTTP proxy, http://host:port
     trust_env: bool = False  # upstream: take the proxy from HTTP_PROXY, HTTPS_PROXY and NO_PROXY

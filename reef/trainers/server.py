@@ -58,10 +58,10 @@ class Server:
         return self._call(message)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
         if self._work is not None:
             self._work.close()
+        if self._sender is not None:
+            self._sender.close()
 
     async def _call(self, message: Message) -> Message:
         if isinstance(message, Ping):
@@ -72,10 +72,14 @@ class Server:
         raise WireError(f"the trainer does not answer {type(message).__name__}")
 
     async def _step(self, order: Step) -> AsyncIterator[Progress | Stepped]:
-        if (done := steps.answered(self._ground.training, order)) is not None:
-            self._announce(done)
-            yield done
-            return
+        training = self._ground.training
+        place = steps.path(training, order.scenario, order.part, order.line, order.step)
+        if (place / steps.STATE).exists():  # its files are read, all of them, so not in the loop
+            done = await asyncio.to_thread(steps.answered, training, order)
+            if done is not None:
+                self._announce(done)
+                yield done
+                return
         async with self._turn:
             loop = asyncio.get_running_loop()
             news: asyncio.Queue[Progress] = asyncio.Queue()
@@ -101,7 +105,9 @@ class Server:
                 yield made
             finally:
                 gone.set()
-                await asyncio.wait((work,))  # the turn is over when the thread is, also for a caller that left
+                while not work.done():  # the turn is over when the thread is, also for a caller that left, or twice
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait((work,))
                 if not work.cancelled() and isinstance(work.exception(), _Stopped):
                     log.info("step %d of line %s was left unfinished: its caller went away", order.step, order.line)
 

@@ -177,6 +177,9 @@ class Host:
             await self._asked()
         except EngineError as error:
             self.fell(error)
+        except Exception as error:  # a look that fails in a way of its own must not count as a good one
+            log.error("looking at %s failed", self.server.url, exc_info=error)
+            self.fell(EngineError(f"{self.server.url} cannot be looked at ({type(error).__name__}: {error})"))
 
     async def close(self) -> None:
         if self._checking is not None:

@@ -83,7 +83,7 @@ class Turns:
     async def _enter(self, key: str, holds: Holds, change: Change) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._wait
-        waits = given = False
+        waits = given = late = False
         try:
             while True:
                 # Whoever a set was put there for gets in, however short its turn.
@@ -92,8 +92,9 @@ class Turns:
                 if not waits:
                     waits = True
                     self._await(key)
-                given = self._next() == key and self._over() and await self._take(key, holds, change)
-                if given:
+                given = self._next() == key and self._over() and await self._take(key, holds, change, end)
+                if given and not late:
+                    late = loop.time() > end
                     continue
                 if loop.time() > end:
                     raise BusyError(
@@ -119,11 +120,12 @@ class Turns:
         self._leave()
         return False
 
-    async def _take(self, key: str, holds: Holds, change: Change) -> bool:
-        """Change the set, if nobody uses the server; whether it was this process's to do."""
+    async def _take(self, key: str, holds: Holds, change: Change, end: float) -> bool:
+        """Change the set, if nobody uses the server; whether it was this process's to do. Another's change is waited
+        for until `end`."""
         if self._changing is not None and not self._changing.done():
-            await asyncio.wait([self._changing])
-            return True
+            await asyncio.wait([self._changing], timeout=max(0.0, end - asyncio.get_running_loop().time()))
+            return self._changing.done()
         if (descriptor := self._exclusive()) is None:
             return False
         self._changing = asyncio.create_task(self._change(key, holds, change, descriptor))
