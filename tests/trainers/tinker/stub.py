@@ -4,7 +4,7 @@ It is what `Options.package` names in tests. `base_url` is the service's folder:
 layout), `runs/` (saved states), `calls.jsonl` (what was called), `faults.json` (what is to fail). Two clients of one
 folder are two sessions of one service, so a service outlives the trainer that is killed.
 
-`test_interface.py` compares the signatures with those of the real package, where that is installed.
+`interface.py` compares the signatures with those of the real package, where that is installed.
 """
 
 from __future__ import annotations

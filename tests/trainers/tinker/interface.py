@@ -1,13 +1,14 @@
-"""The stub has the signatures of the real client package, where that is installed (it is in no environment of CI)."""
+"""The stub has the signatures of the real client package. It is no part of `make test`: `pip install tinker`, then
+`pytest tests/trainers/tinker/interface.py`."""
 
 from __future__ import annotations
 
 import inspect
 
 import pytest
+import tinker
 
-tinker = pytest.importorskip("tinker")
-stub = pytest.importorskip("tests.trainers.tinker.stub")
+from tests.trainers.tinker import stub
 
 CALLS = (
     ("ServiceClient", "create_lora_training_client"),
