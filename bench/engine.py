@@ -94,7 +94,10 @@ class Prompts:
 
 
 def rate(times: Times) -> float:
-    """Tokens a second of all answers together, while all of them were under way."""
+    """Tokens a second of all answers together, while all of them were under way; what ended by itself at once, as
+    answers sampled from noise may, is left out."""
+    longest = max(len(each) for each in times)
+    times = [each for each in times if 2 * len(each) > longest]
     begun, ended = max(each[1] for each in times), min(each[-1] for each in times)
     if begun >= ended:
         raise SystemExit("one answer ended before another began; measure with more --tokens")
