@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from reef.core.errors import EngineError
+from reef.core.errors import ConfigError, EngineError
 from reef.core.nouns import Sampling
 from reef.engines import Ask, Resolver
 
@@ -28,6 +28,30 @@ if TYPE_CHECKING:
 
 BASE = ""
 """The name of the base model's own weights among sets of full weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What can be chosen for servers of every kind."""
+
+    loras: int = 16  # adapters that each server keeps; those not used for longest go
+    everywhere: bool | None = None  # a new release goes to every server; by default LoRAs do, and full weights to one
+    seen_as: str | None = None  # the folder that is <state_dir>/engines/<name> here, as the servers see it
+    turn: float = 2.0  # seconds a set of full weights is kept at least, once others are asked for
+    wait: float = 60.0  # seconds a request waits for its full weights before it is told to try again
+    patience: float = 300.0  # seconds for a load or a rating
+    max_tokens: int | None = None  # of an answer whose request names no limit; by default what the context has room for
+
+    def __post_init__(self) -> None:
+        if self.loras < 1:
+            raise ConfigError("loras must be at least 1", param="loras")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError("max_tokens must be at least 1", param="max_tokens")
+        for name in ("wait", "patience"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 (seconds)", param=name)
+        if not self.turn >= 0:
+            raise ConfigError("turn must be 0 or more (seconds)", param="turn")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from reef.engines.local.layout import read_json
 from reef.engines.remote import BASE, Away, Down, Look, Server, Want, proof
 from reef.engines.remote.staging import Shelf, locked
 from reef.engines.remote.turns import Turns
+from reef.engines.remote.words import tokenizer
 
 FRESH = 1.0  # seconds for which a server's word on its full weights holds: it cannot be started anew in less
 WELL = 2.0  # seconds in which a server that is well says so
@@ -486,15 +487,7 @@ def _vocabulary(folder: Path) -> int:
 
 def _tokens(folder: Path, text: str) -> list[int] | None:
     """A text's tokens by the tokenizer here; None where there is none that could tell."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
+    if (known := tokenizer(folder)) is None:
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # the library raises plain Exception; a folder may have another form of tokenizer
-        return None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    found: list[int] = known.encode(text, add_special_tokens=False).ids
     return found

@@ -24,14 +24,14 @@ from typing import Any
 
 import orjson
 
-from reef.core.errors import ConfigError, ContextError, EngineError, InputError, UpstreamError
+from reef.core.errors import ContextError, EngineError, InputError, UpstreamError
 from reef.core.nouns import Json, Sampling
 from reef.engines import Ask
 from reef.engines.local.chat import Chat, parse
 from reef.engines.local.client import why_not
 from reef.engines.local.text import Stream, Text
 from reef.engines.local.tools import Sieve
-from reef.engines.remote import BASE, Away, Look, Request, Taken
+from reef.engines.remote import BASE, Away, Common, Look, Request, Taken
 from reef.engines.remote.door import Door
 from reef.engines.remote.engine import RemoteEngine
 from reef.engines.remote.native import UNKNOWN, Native, Part
@@ -59,29 +59,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Common):
     """How SGLang servers are used. See docs/sglang.md."""
 
-    loras: int = 8  # adapters that each server keeps; those not used for longest go
-    everywhere: bool | None = None  # a new release goes to every server; by default LoRAs do, and full weights to one
-    seen_as: str | None = None  # the folder that is <state_dir>/engines/<name> here, as the servers see it
+    loras: int = 8
     base: str | None = None  # the base model's folder as the servers see it; by default that of their tokenizer
-    turn: float = 2.0  # seconds a set of full weights is kept at least, once others are asked for
-    wait: float = 60.0  # seconds a request waits for its full weights before it is told to try again
-    patience: float = 300.0  # seconds for a load or a rating
     priority: bool = False  # live requests before evaluation (SGLang: --enable-priority-scheduling)
-    max_tokens: int | None = None  # of an answer whose request names no limit; by default what the context has room for
-
-    def __post_init__(self) -> None:
-        if self.loras < 1:
-            raise ConfigError("loras must be at least 1", param="loras")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError("max_tokens must be at least 1", param="max_tokens")
-        for name in ("wait", "patience"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 (seconds)", param=name)
-        if not self.turn >= 0:
-            raise ConfigError("turn must be 0 or more (seconds)", param="turn")
 
 
 class SglangEngine(RemoteEngine):

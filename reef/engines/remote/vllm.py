@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 import orjson
 
-from reef.core.errors import ConfigError, EngineError, InputError, UpstreamError
+from reef.core.errors import EngineError, InputError, UpstreamError
 from reef.core.nouns import Json, Sampling
 from reef.engines import Ask
 from reef.engines.local.chat import check_stream, read_sampling
 from reef.engines.local.client import why_not
-from reef.engines.remote import BASE, Away, Look, Request, Taken
+from reef.engines.remote import BASE, Away, Common, Look, Request, Taken
 from reef.engines.remote.door import Door
 from reef.engines.remote.engine import RemoteEngine
 from reef.engines.remote.untie import tied
@@ -71,31 +71,13 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Common):
     """How vLLM servers are used. See docs/vllm.md."""
 
-    loras: int = 16  # adapters that each server keeps; those not used for longest go
-    everywhere: bool | None = None  # a new release goes to every server; by default LoRAs do, and full weights to one
-    seen_as: str | None = None  # the folder that is <state_dir>/engines/<name> here, as the servers see it
-    turn: float = 2.0  # seconds a set of full weights is kept at least, once others are asked for
-    wait: float = 60.0  # seconds a request waits for its full weights before it is told to try again
-    patience: float = 300.0  # seconds for a load or a rating
     priority: bool = False  # live requests before evaluation (vLLM: --scheduling-policy priority)
-    max_tokens: int | None = None  # of an answer whose request names no limit; by default what the context has room for
     prompt_logprobs: bool = (
         False  # rate a text in one pass; vLLM 0.32 on CPUs dies of it when it runs with --enable-lora
     )
-
-    def __post_init__(self) -> None:
-        if self.loras < 1:
-            raise ConfigError("loras must be at least 1", param="loras")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError("max_tokens must be at least 1", param="max_tokens")
-        for name in ("wait", "patience"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 (seconds)", param=name)
-        if not self.turn >= 0:
-            raise ConfigError("turn must be 0 or more (seconds)", param="turn")
 
 
 class VllmEngine(RemoteEngine):
