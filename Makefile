@@ -52,8 +52,9 @@ $(VLLM): tests/vllm/requirements.txt tests/vllm/constraints.txt
 serve: $(STAMP)
 	@exec $(BIN)/reef serve
 
+# Two workers, each with whole files: many tests wait for a process or a timer.
 test: $(STAMP) $(CLIENTS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-vllm: $(STAMP) $(VLLM)
 	$(BIN)/python -m pytest tests/vllm -m vllm --timeout=1800

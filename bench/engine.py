@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -209,15 +210,18 @@ def limits(answer: Any) -> None:
     """In a child: bytes a second that a product with one row streams, and operations a second of a large product."""
     import torch
 
-    count, tall, wide = 200, 1536, 576  # 354 MB of matrices of the model's size: none is still in a cache
-    pack = torch.ops.mkldnn._reorder_linear_weight
-    matrices = [pack(torch.randn(tall, wide, dtype=torch.bfloat16), 1) for _ in range(count)]
-    row, large = torch.randn(1, wide, dtype=torch.bfloat16), torch.randn(2048, 2048, dtype=torch.bfloat16)
+    from reef.engines.local.halves import halves
+    from reef.engines.local.model import linear, native
+
+    count, tall, wide, dtype = 200, 1536, 576, native()  # 354 MB of matrices like the model's: none is still in a cache
+    pack = partial(halves, "limit") if dtype == torch.float32 else partial(linear, packed=True)
+    matrices = [pack(torch.randn(tall, wide, dtype=dtype)) for _ in range(count)]
+    row, large = torch.randn(1, wide, dtype=dtype), torch.randn(2048, 2048, dtype=dtype)
     streams, products = [], []
     for _ in range(4):
         began = time.perf_counter()
         for matrix in matrices:
-            torch.ops.mkldnn._linear_pointwise(row, matrix, None, "none", [], "")
+            matrix(row)
         streams.append(count * tall * wide * 2 / (time.perf_counter() - began))
         began = time.perf_counter()
         torch.mm(large, large)
@@ -252,8 +256,10 @@ def spin() -> None:
 def multiply() -> None:
     import torch
 
+    from reef.engines.local.model import native
+
     torch.set_num_threads(1)
-    matrix = torch.randn(512, 512, dtype=torch.bfloat16)
+    matrix = torch.randn(512, 512, dtype=native())
     while True:
         torch.mm(matrix, matrix)
 
@@ -304,7 +310,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--busy", nargs="?", const="multiply", choices=NEIGHBOURS)
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--threads", type=int, help="of the engine; without, what torch takes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
@@ -323,7 +329,7 @@ def main() -> None:
                 neighbour.kill()
     layout = read_layout(model.path)
     for count in FLOORS:
-        most = bound(figures, count, layout, 2 if given.dtype == "bfloat16" else 4)
+        most = bound(figures, count, layout, 4 if given.dtype == "float32" else 2)
         figures[f"decode_{count}_of_limit"] = [value / most for value in figures[f"decode_{count}"]]
     report(figures, given)
 

@@ -29,16 +29,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from reef.engines.local.folder import prepare
+from reef.engines.local.halves import halves
 from reef.engines.local.layout import LAYER_LINEARS, Layout, read_layout, weight_files
 from reef.engines.local.lora import Resident
-from reef.engines.local.model import Model, Weights, load_weights, packs
+from reef.engines.local.model import Model, Weights, load_weights, native
 from reef.engines.local.quantised import packer
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Event, Job, Sampled, Scheduler, Scored
 from reef.engines.local.text import Text
 
 BASELINE = Path(__file__).with_suffix(".json")
-MODES = ("float32", "bfloat16", "int8", "int4")
+MODES = ("float32", "bfloat16", "halves", "int8", "int4")
 COUNTS = (1, 2, 4, 8, 16)
 PROMPTS = (
     "What is the capital of France?",
@@ -54,9 +55,9 @@ class Rig:
     """One mode's scheduler, stepped by hand."""
 
     def __init__(self, mode: str, layout: Layout, text: Text, files: list[Path]) -> None:
-        self.dtype = torch.float32 if mode == "float32" else torch.bfloat16
+        self.dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(mode, native())
         began = time.perf_counter()
-        pack = packer(mode, packed=packs(self.dtype)) if mode.startswith("int") else None
+        pack = packer(mode, self.dtype) if mode.startswith("int") else halves if mode == "halves" else None
         weights: Weights = load_weights(files, layout, self.dtype, pack=pack)
         self.seconds = time.perf_counter() - began
         self.resident = Resident("base", "base", weights, source=())

@@ -51,17 +51,18 @@ def test_eight_bits_are_finer_than_four() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
 @pytest.mark.parametrize("tall", [64, 263])  # the kernel takes outputs by 16
-def test_any_number_of_rows_is_one_model(name: str, tall: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_any_number_of_rows_is_one_model(name: str, tall: int, dtype: torch.dtype) -> None:
     seeded = torch.Generator().manual_seed(2)
-    weight, x = torch.randn(tall, 96, generator=seeded), torch.randn(12, 96, generator=seeded).bfloat16()
+    weight, x = torch.randn(tall, 96, generator=seeded), torch.randn(12, 96, generator=seeded).bfloat16().to(dtype)
     bits = {"int4": 4, "int8": 8}[name]
-    apply = packer(name, packed=False)("qkv", weight)
+    apply = packer(name, dtype)("qkv", weight)
     stood = x.float() @ values(*quantise(weight, bits), bits).t()
-    for rows in (1, ROWS[bits], ROWS[bits] + 1, 12):
+    for rows in (1, ROWS[dtype][bits] or 1, ROWS[dtype][bits] + 1, 12):
         found = apply(x[:rows])
-        assert (found.dtype, tuple(found.shape)) == (torch.bfloat16, (rows, tall))
+        assert (found.dtype, tuple(found.shape)) == (dtype, (rows, tall))
         assert off(found, stood[:rows]) < 0.01
-    head = packer(name, packed=False)("head", weight)
+    head = packer(name, dtype)("head", weight)
     assert off(head(x[:1]), x[:1].float() @ weight.t()) < 0.012  # eight bits in both modes
 
 

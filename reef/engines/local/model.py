@@ -57,6 +57,11 @@ def packs(dtype: torch.dtype) -> bool:
         return False
 
 
+def native() -> torch.dtype:
+    """What this processor computes soonest in: float32 where it has no products in bfloat16 (AVX2 and older)."""
+    return torch.bfloat16 if packs(torch.bfloat16) else torch.float32
+
+
 def linear(weight: Tensor, *, packed: bool) -> Callable[[Tensor], Tensor]:
     """A function x [rows, in] -> x @ weight.T [rows, out] for a weight [out, in], packed for the CPU where possible."""
     if not packed:

@@ -4,8 +4,8 @@ Knows: groups of weights with a scale and a zero each, torch's 4-bit kernel, and
 Does not know: layers, releases, or what is computed.
 
 - To compute one token is to read every weight once: a quarter of the bytes is most of what is won. With more rows the
-  unpacking costs more than the reading, so those are computed in bfloat16, with the very values that the bits stand
-  for: however many rows there are, it is one model.
+  unpacking costs more than the reading, so those are computed in 16 bits, with the very values that the bits stand
+  for: however many rows there are, it is one model. (The kernel rounds its rows to bfloat16, whatever they are.)
 - Groups are 32 inputs of an output, as in the 4-bit files of llama.cpp (Q4_0, Q4_1): what came from such a file stays
   as it was. 8 bits are two times 4, added up. The head always has 8: a vocabulary bears less.
 """
@@ -18,24 +18,25 @@ import torch
 from torch import Tensor
 
 from reef.core.errors import EngineError
-from reef.engines.local.model import linear
+from reef.engines.local.halves import halves
+from reef.engines.local.model import linear, packs
 
 BITS = {"int4": 4, "int8": 8}
 GROUP = 32
-ROWS = {4: 6, 8: 2}
-"""The most rows for which the kernel is faster than bfloat16, by bits (AVX-512, one and two threads)."""
+ROWS = {torch.bfloat16: {4: 6, 8: 2}, torch.float32: {4: 4, 8: 0}}
+"""The most rows for which the kernel is faster, by bits: than bfloat16 on AVX-512, than `halves` on AVX2."""
 _TALL = 16  # the kernel takes outputs by so many
 _TILES = 2  # of its layout; ignored on the CPU
 
 
-def packer(name: str, *, packed: bool) -> Callable[[str, Tensor], Callable[[Tensor], Tensor]]:
-    """How `load_weights` keeps a linear in the mode called `name`. `packed`: see `model.linear`, for many rows."""
+def packer(name: str, dtype: torch.dtype) -> Callable[[str, Tensor], Callable[[Tensor], Tensor]]:
+    """How `load_weights` keeps a linear in the mode called `name`, for rows of a dtype."""
 
     def pack(group: str, weight: Tensor) -> Callable[[Tensor], Tensor]:
         bits = 8 if group == "head" else BITS[name]
         levels, scale, zero = quantise(weight, bits)
-        few, most = kernel(levels, scale, zero, bits), ROWS[bits]
-        many = linear(values(levels, scale, zero, bits).to(torch.bfloat16), packed=packed)
+        few, most, whole = kernel(levels, scale, zero, bits), ROWS[dtype][bits], values(levels, scale, zero, bits)
+        many = halves(group, whole) if dtype == torch.float32 else linear(whole.to(dtype), packed=packs(dtype))
         return lambda x: few(x) if x.shape[0] <= most else many(x)
 
     return pack
@@ -66,12 +67,18 @@ def values(levels: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 
 def kernel(levels: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Callable[[Tensor], Tensor]:
-    """A function x [rows, in] -> x @ weight.T [rows, out] in bfloat16."""
+    """A function x [rows, in] -> x @ weight.T [rows, out], computed in bfloat16, in the dtype of x."""
     if bits == 4:
-        return _nibbles(levels, scale, zero)
+        few = _nibbles(levels, scale, zero)
+        return lambda x: few(x.bfloat16()).to(x.dtype)
     high = _nibbles(levels >> 4, scale * 16, zero)
     low = _nibbles(levels & 15, scale, scale * 8)
-    return lambda x: high(x).add_(low(x))
+
+    def apply(x: Tensor) -> Tensor:
+        rounded = x.bfloat16()
+        return high(rounded).add_(low(rounded)).to(x.dtype)
+
+    return apply
 
 
 def _nibbles(levels: Tensor, scale: Tensor, zero: Tensor) -> Callable[[Tensor], Tensor]:

@@ -23,7 +23,7 @@ PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 class Options:
     """How the embedded engine runs. `context` is cut to the model's own; `threads` None leaves it to torch."""
 
-    dtype: str = "bfloat16"  # bfloat16 | float32
+    dtype: str = "auto"  # auto | bfloat16 | float32; auto: bfloat16 where the processor multiplies it, else `halves`
     quantised: str | None = None  # int4 | int8: sooner for few answers at once, and for scenarios that do not train
     slots: int = 16  # answers at once
     context: int = 8192  # tokens of one prompt and its answer
@@ -38,12 +38,12 @@ class Options:
     arrival_bytes: int = 2 * 1024 * 1024 * 1024  # of weights that a trainer broadcast and that wait to be loaded
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float32"):
-            raise ConfigError(f"dtype must be bfloat16 or float32, not {self.dtype!r}", param="dtype")
+        if self.dtype not in ("auto", "bfloat16", "float32"):
+            raise ConfigError(f"dtype must be auto, bfloat16 or float32, not {self.dtype!r}", param="dtype")
         if self.quantised not in (None, "int4", "int8"):
             raise ConfigError(f"quantised must be int4 or int8, not {self.quantised!r}", param="quantised")
-        if self.quantised and self.dtype != "bfloat16":
-            raise ConfigError(f"quantised: {self.quantised} computes in bfloat16; leave out dtype", param="quantised")
+        if self.quantised and self.dtype == "float32":
+            raise ConfigError(f"quantised: {self.quantised} rounds to bfloat16; leave out dtype", param="quantised")
         for name in ("slots", "context", "loras", "full", "queue", "max_tokens", "arrival_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", param=name)

@@ -30,10 +30,11 @@ from reef.core.errors import BusyError, ContextError, EngineError, InputError
 from reef.engines import Resolver
 from reef.engines.local.broadcast import Following
 from reef.engines.local.chat import Chat, parse
+from reef.engines.local.halves import halves
 from reef.engines.local.layout import check, weight_files
 from reef.engines.local.legal import Grammars, Guide
 from reef.engines.local.lora import Resident, Shelf
-from reef.engines.local.model import DTYPES, Model, load_weights, packs
+from reef.engines.local.model import DTYPES, Model, Pack, load_weights, native
 from reef.engines.local.quantised import packer
 from reef.engines.local.sample import Draw
 from reef.engines.local.scheduler import Ended, Event, Failed, Job, Sampled, Scheduler, Scored
@@ -49,6 +50,14 @@ COUNTED = 1 << 18  # characters of a prompt that are made into tokens only to be
 log = logging.getLogger(__name__)
 
 
+def kept(options: Options) -> tuple[torch.dtype, Pack | None]:
+    """What is computed in, and how linears are kept when not in that."""
+    dtype = native() if options.dtype == "auto" else DTYPES[options.dtype]
+    if options.quantised:
+        return dtype, packer(options.quantised, dtype)
+    return dtype, halves if options.dtype == "auto" and dtype == torch.float32 else None
+
+
 class Service:
     """The engine without its socket. `start` and `close` belong to one event loop."""
 
@@ -56,7 +65,7 @@ class Service:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         layout = check(folder)
-        dtype = DTYPES[options.dtype]
+        dtype, pack = kept(options)
         self._options = options
         self._name = options.model or folder.name
         self._context = min(options.context, layout.context)
@@ -66,7 +75,6 @@ class Service:
         self._grammars = Grammars(folder, layout)
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="forms")
         self._compiling = 0
-        pack = packer(options.quantised, packed=packs(dtype)) if options.quantised else None
         base = load_weights(weight_files(folder), layout, dtype, pack=pack)
         self._model = Model(layout, options.slots, self._context, dtype)
         self._receiver = _receiver(following, options)

@@ -8,6 +8,8 @@ Does not know: losses, optimizers, files of a release, sampling.
   broadcast, so values and gradients are those of computing it in every sequence.
 - Master weights that learn are float32. Every use rounds them to `compute` (bfloat16 or float32) first, so a forward of
   the master is exactly that of the weights as they are served.
+- What is multiplied is in `inner`: `compute`, or float32 on a CPU that has no products in bfloat16, where those take
+  five times as long (docs/trainer-speed.md).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from reef.core.errors import InputError, TrainError
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, read_layout, weight_files
-from reef.engines.local.model import frequencies
+from reef.engines.local.model import frequencies, native
 from reef.trainers.local.attention import attend
 from reef.trainers.local.head import picked, sampled
 from reef.trainers.local.pieces import gated, joined, norm, project
@@ -163,6 +166,28 @@ class Lora:
         return found
 
 
+def product_dtype(compute: torch.dtype, device: str = "cpu") -> torch.dtype:
+    """What is multiplied for weights that are served in `compute`."""
+    return native() if device == "cpu" and compute == torch.bfloat16 else compute
+
+
+def held(weights: Mapping[str, Tensor], compute: torch.dtype) -> dict[str, Tensor]:
+    """Weights that do not learn, on a CPU: rounded once as they are served, and in what is multiplied."""
+    return {name: tensor.to(compute).to(product_dtype(compute)) for name, tensor in weights.items()}
+
+
+class _Served(torch.autograd.Function):
+    """`weight.to(compute).to(weight.dtype)`, whose gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, compute: torch.dtype) -> Tensor:
+        return weight.to(compute).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class Llama:
     """The base model's weights and its forward. Nothing is mutated by a forward; `weights` may require gradients."""
 
@@ -172,15 +197,20 @@ class Llama:
         weights: dict[str, Tensor],
         compute: torch.dtype = torch.bfloat16,
         folder: Path | None = None,
+        *,
+        rounded: bool = False,
     ) -> None:
+        """`rounded`: these weights went through `held`, so that no use has to round them again."""
         self.layout = layout
         self.weights = weights
         self.compute = compute
+        self.inner = product_dtype(compute, next(iter(weights.values())).device.type)
         self.folder = folder  # where its tokenizer and chat template are
+        self._held = rounded
 
     @classmethod
     def load(cls, folder: Path, compute: torch.dtype = torch.bfloat16) -> Llama:
-        """The model in an HF-shaped folder, its weights in `compute`. TrainError when it is not whole."""
+        """The model in an HF-shaped folder, its weights rounded to `compute`. TrainError when it is not whole."""
         from safetensors.torch import load_file
 
         try:
@@ -189,10 +219,10 @@ class Llama:
             raise TrainError(error.message) from None
         weights: dict[str, Tensor] = {}
         for file in files:
-            weights |= {name: tensor.to(compute) for name, tensor in load_file(file).items()}
+            weights |= held(load_file(file), compute)
         if missing := sorted(set(layout.shapes()) - set(weights)):
             raise TrainError(f"{folder} is not a whole Llama model: {missing[0]} is missing")
-        return cls(layout, {name: weights[name] for name in layout.shapes()}, compute, folder)
+        return cls(layout, {name: weights[name] for name in layout.shapes()}, compute, folder, rounded=True)
 
     def linears(self) -> list[str]:
         """Names, without `.weight`, of the linears a LoRA covers."""
@@ -230,7 +260,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, d] -> [n, V] float32. Pass only the positions that predict something: this is the widest product."""
-        return F.linear(hidden.to(self.compute), self._head()).float()
+        return F.linear(hidden.to(self.inner), self._head()).float()
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
         """Log-probs [n] of `targets` [n] after hidden states [n, d], each at its temperature [n]."""
@@ -242,7 +272,7 @@ class Llama:
         """Log-probs of some ids after hidden states [n, d], each state at its temperature [n], over its `legal` ids
         [n, V] only: of the given `ids` [n, k], then of the `top` likeliest. Returns them [n, k + top] in float32, and
         the likeliest ids [n, top]."""
-        hidden, head = hidden.to(self.compute), self._head()
+        hidden, head = hidden.to(self.inner), self._head()
         if not (torch.is_grad_enabled() and head.requires_grad):
             if ids.shape[1] == 1 and not top:
                 return sampled(hidden, head, ids[:, 0], temperatures, legal)[:, None], ids[:, :0]
@@ -262,15 +292,22 @@ class Llama:
         return self.weights[name]
 
     def _head(self) -> Tensor:
-        return self._top("model.embed_tokens.weight" if self.layout.tied else "lm_head.weight").to(self.compute)
+        return self._served(self._top("model.embed_tokens.weight" if self.layout.tied else "lm_head.weight"))
 
     def _project(self, x: Tensor, weights: Mapping[str, Tensor], lora: Lora | None, *names: str) -> tuple[Tensor, ...]:
         """One x through several linears."""
-        own = [weights[f"{name}.weight"] for name in names]
+        own = [self._served(weights[f"{name}.weight"]) for name in names]
         return project(x, own) if lora is None else project(x, own, [lora.pairs[name] for name in names], lora.scale)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return norm(x, self._rounded(weight), self.layout.epsilon, self.compute)
+        return norm(x, self._rounded(weight), self.layout.epsilon, self.inner)
+
+    def _served(self, weight: Tensor) -> Tensor:
+        """A weight as it is served, in what is multiplied; its gradient is what it gets, not rounded."""
+        if self._held or self.inner == self.compute or weight.dtype == self.compute:
+            return weight.to(self.inner)
+        found: Tensor = _Served.apply(weight, self.compute)  # type: ignore[no-untyped-call]
+        return found
 
     def _rounded(self, weight: Tensor) -> Tensor:
         return weight.to(self.compute).float()

@@ -28,7 +28,7 @@ from reef.engines.local.layout import check
 from reef.engines.local.legal import Grammars, masks, open_grammars, unpack
 from reef.engines.local.text import Text
 from reef.trainers import folder as steps
-from reef.trainers.local.llama import Llama, Lora
+from reef.trainers.local.llama import Llama, Lora, held
 from reef.trainers.local.rows import Known
 from reef.trainers.origin import same_base as same_base
 
@@ -107,9 +107,9 @@ class Shelf:
         if source.kind == "lora":
             return Teacher(model, _lora(name, model, source.files))
         if source.kind == "full":
-            weights = {key: one.to(model.compute) for key, one in load_file(source.files["model.safetensors"]).items()}
+            weights = held(load_file(source.files["model.safetensors"]), model.compute)
             _same_shapes(name, model, weights)
-            return Teacher(Llama(model.layout, weights, model.compute), None)
+            return Teacher(Llama(model.layout, weights, model.compute, rounded=True), None)
         layout = check(place)
         self._same_tokens(name, place, layout.vocab)
         return Teacher(Llama.load(place, model.compute), None)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from reef.trainers.local.llama import Llama, Lora, Packed, Seen
+from reef.trainers.local.llama import Llama, Lora, Packed, Seen, product_dtype
 
 LAYER = "model.layers.{}."
 
@@ -63,7 +63,8 @@ class Spread(Llama):
 
     def __init__(self, model: Llama, mesh: DeviceMesh, *, learns: bool = False) -> None:
         self.layout, self.compute, self.folder = model.layout, model.compute, model.folder
-        dtype = torch.float32 if learns else model.compute
+        self.inner, self._held = product_dtype(model.compute, mesh.device_type), not learns
+        dtype = torch.float32 if learns else self.inner
         # Shards of masters are gathered as they are served; of a frozen model they are that already.
         policy = MixedPrecisionPolicy(model.compute if learns else None, torch.float32, cast_forward_inputs=False)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reef.core.errors import WireError
 from reef.core.wire import Step
@@ -44,6 +45,8 @@ async def test_a_killed_trainer_repeats_the_step_from_the_state_before(
     tiny: Path,
     tmp_path: Path,
 ) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the child has: sums shared out among more threads differ in their last bits
     whole = work("whole")
     for step in (1, 2):
         kept = whole.advance(ask(step), lambda stage, done, total: None)
@@ -71,10 +74,11 @@ async def test_a_killed_trainer_repeats_the_step_from_the_state_before(
         assert child.wait(60) != 0
         child = start()
         *_, done = [item async for item in trainer.step(ask(2))]
-        same(kept, done, rtol=0.0, atol=1e-7)  # this process's torch may share its sums out among more threads
+        same(kept, done, rtol=0.0, atol=1e-6)  # an update is 0.01: a step trained twice is far outside
         assert done.reused is (where == "after_rename")
         assert len(calls(service, "optim_step")) - before == {"forward_backward": 2, "save_weights": 3}.get(where, 2)
     finally:
+        torch.set_num_threads(threads)
         await trainer.close()
         child.kill()
         child.wait()
