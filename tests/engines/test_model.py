@@ -98,9 +98,10 @@ def test_many_keys_in_products_are_as_few_in_the_fused_kernel(tiny: Path, monkey
     for slot, length in enumerate(at):
         prefill(model, weights, slot, [7 + slot, *range(20, 20 + length - 1)])
     alone = [decode(model, weights, [slot], [9], [at[slot]])[0] for slot in range(4)]
+    whole = model._room
     for fused, scores in ((1 << 30, 1 << 21), (1, 1 << 21), (1, 300)):
         monkeypatch.setattr(room, "_FUSED", fused)
-        monkeypatch.setattr(room, "_SCORES", scores)
+        model._room = whole[:scores]
         for slots in ([0, 1, 2, 3], [0, 2, 3], [3, 1]):
             found = decode(model, weights, slots, [9] * len(slots), [at[slot] for slot in slots])
             assert torch.allclose(found, torch.stack([alone[slot] for slot in slots]), atol=1e-4)
@@ -108,6 +109,23 @@ def test_many_keys_in_products_are_as_few_in_the_fused_kernel(tiny: Path, monkey
         assert torch.allclose(prefill(model, weights, 2, list(range(20, 84))), again, atol=1e-5)
         prefill(model, weights, 3, [10, *range(20, 83)])
         prefill(model, weights, 2, [9, *range(20, 118)])
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "held"), [(1, 37, 1 << 12), (6, 160, 1 << 12), (6, 160, 500), (3, 1000, 1000)]
+)
+def test_attention_is_softmax_of_scaled_products(
+    dtype: torch.dtype, near: float, rows: int, keys: int, held: int
+) -> None:
+    numbers = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(4, size, 16, generator=numbers).to(dtype) for size in (rows, keys, keys))
+    mask = torch.zeros(4, rows, keys, dtype=dtype)
+    mask[:, :, -5:] = float("-inf")
+    wanted = torch.softmax(q.double() @ k.double().transpose(1, 2) * 0.25 + mask.double(), -1) @ v.double()
+    scores = torch.full((held,), float("nan"), dtype=dtype)  # what was there before does not matter
+    found = room.attend(q, k, v, mask, 0.25, scores)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=near)
 
 
 def test_a_mirror_is_used_only_for_what_the_cache_holds(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

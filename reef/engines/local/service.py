@@ -291,7 +291,7 @@ class Service:
         detail = {
             "model": self._name,
             "digest": self._options.digest,
-            "dtype": self._options.dtype,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
             "quantised": self._options.quantised,
             "slots": self._options.slots,
             "context": self._context,
