@@ -22,7 +22,7 @@ PLAIN = bytes(range(256)) * 1000
 
 
 def gzips(*parts):
-    return b"".join(map(gzip.compress, parts))
+    return b"".join(gzip.compress(part, mtime=0) for part in parts)  # no time: it is in the names of tests
 
 
 def zstds(*parts):
@@ -84,7 +84,7 @@ def test_what_is_no_packed_body(encoding, data):
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
 def test_a_bomb_is_not_unpacked(encoding):
     bomb = bytes(300 * 1024 * 1024)
-    packed = gzip.compress(bomb, 1, mtime=0) if encoding == "gzip" else zstds(bomb)
+    packed = gzip.compress(bomb, 1) if encoding == "gzip" else zstds(bomb)
     del bomb
     with pytest.raises(Refusal):
         unpack(packed, encoding, 1 << 20)
