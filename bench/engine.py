@@ -1,8 +1,10 @@
 """Speed of the embedded engine through its scheduler and its socket, beside this machine's limits.
 
-    .venv/bin/python bench/engine.py             print the figures beside `bench/engine.json` (four minutes)
+    .venv/bin/python bench/engine.py             print the figures beside `bench/engine.json` (four minutes), or
+                                                 `bench/engine_avx2.json` on a processor of that kind
     .venv/bin/python bench/engine.py --write     and make them the baseline
     .venv/bin/python bench/engine.py --busy      the same beside a process that multiplies matrices all the time
+    .venv/bin/python bench/engine.py --short     without prompts of 2,000 and 8,000 tokens
     .venv/bin/python bench/engine.py --peers     in the same rounds transformers, and vLLM's CPU build if .vllm is there
 
 Prompts are different and answered at temperature 1. Decode counts tokens between the moment all answers have begun and
@@ -51,7 +53,7 @@ from reef.engines.local.server import PAGES, Options, run
 from reef.engines.local.text import Text
 
 ROOT = Path(__file__).parent.parent
-FLOORS = {1: 33.0, 4: 126.0, 16: 334.0}  # decode tokens per second of vLLM's CPU build, on a quiet machine
+FLOORS = {1: 33.0, 4: 126.0, 16: 334.0}  # decode tokens per second of vLLM's CPU build, AVX-512, a quiet machine
 MIXED = 1.4  # the most that answers over eight LoRAs may cost beside answers without
 PROMPT, LONG = 128, (2000, 8000)
 LORAS = [f"lora{number}" for number in range(8)]
@@ -226,16 +228,18 @@ def limits(answer: Any) -> None:
         began = time.perf_counter()
         torch.mm(large, large)
         products.append(2 * large.shape[0] ** 3 / (time.perf_counter() - began))
-    answer.send((max(streams), max(products)))
+    answer.send((max(streams), max(products), torch.backends.cpu.get_cpu_capability()))
 
 
-def look(figures: Figures) -> None:
+def look(figures: Figures) -> str:
+    """Measure the limits; returns what the processor has (AVX2, AVX512, DEFAULT, …)."""
     here, there = multiprocessing.get_context("fork").Pipe()
     process = child(limits, there)
-    stream, product = here.recv()
+    stream, product, capability = here.recv()
     process.join()
     figures.setdefault("stream_gb_s", []).append(stream / 1e9)
     figures.setdefault("product_gflop_s", []).append(product / 1e9)
+    return str(capability)
 
 
 def bound(figures: Figures, count: int, layout: Layout, bytes_each: int) -> float:
@@ -270,9 +274,7 @@ NEIGHBOURS: dict[str, Callable[[], None]] = {"spin": spin, "multiply": multiply}
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def measure(
-    figures: Figures, reef: Reef, others: Sequence[Engine], prompts: Prompts, given: argparse.Namespace
-) -> None:
+def measure(figures: Figures, reef: Reef, others: Sequence[Engine], prompts: Prompts, given: argparse.Namespace) -> str:
 
     def note(name: str, value: float) -> None:
         figures.setdefault(name, []).append(value)
@@ -297,12 +299,12 @@ def measure(
         if turn:
             note("decode_mixed", rate(mixed))
             note("mixed_cost", rate(plain) / rate(mixed))
-    for size in (PROMPT, *LONG):
+    for size in (PROMPT,) if given.short else (PROMPT, *LONG):
         for _ in range(min(given.rounds, 3) if size < LONG[-1] else 2):
             note(f"first_token_of_{size}", first(reef.answers(*prompts.make(1, size), 2)))
             for other in others:
                 note(f"{other.name}_first_token_of_{size}", first(other.answers(*prompts.make(1, size), 2)))
-    look(figures)
+    return look(figures)
 
 
 def main() -> None:
@@ -310,6 +312,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--busy", nargs="?", const="multiply", choices=NEIGHBOURS)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--threads", type=int, help="of the engine; without, what torch takes")
     parser.add_argument("--rounds", type=int, default=5)
@@ -323,7 +326,7 @@ def main() -> None:
         figures: Figures = {"ready_seconds": [reef.ready()]}
         try:
             others = list(peers(model.path, stack)) if given.peers else []
-            measure(figures, reef, others, Prompts(model), given)
+            capability = measure(figures, reef, others, Prompts(model), given)
         finally:
             if neighbour is not None:
                 neighbour.kill()
@@ -331,7 +334,7 @@ def main() -> None:
     for count in FLOORS:
         most = bound(figures, count, layout, 4 if given.dtype == "float32" else 2)
         figures[f"decode_{count}_of_limit"] = [value / most for value in figures[f"decode_{count}"]]
-    report(figures, given)
+    report(figures, given, capability)
 
 
 def peers(folder: Path, stack: contextlib.ExitStack) -> Iterator[Engine]:
@@ -342,11 +345,14 @@ def peers(folder: Path, stack: contextlib.ExitStack) -> Iterator[Engine]:
         print(f"without vLLM: there is no {Vllm.python(ROOT)} (`make vllm` installs it)")
 
 
-def report(figures: Figures, given: argparse.Namespace) -> None:
+def report(figures: Figures, given: argparse.Namespace, capability: str) -> None:
     path = Path(__file__).with_suffix(".json")
-    path = path.with_stem(f"{path.stem}_busy") if given.busy else path
+    kind = "" if capability.startswith("AVX512") else f"_{capability.lower()}"  # each has a baseline of its own
+    path = path.with_stem(path.stem + kind + ("_busy" if given.busy else ""))
     baseline = json.loads(path.read_text())["figures"] if path.exists() else {}
-    floors = {f"decode_{count}": floor for count, floor in FLOORS.items()} | {"mixed_cost": MIXED}
+    floors = {"mixed_cost": MIXED}
+    if not kind:
+        floors |= {f"decode_{count}": floor for count, floor in FLOORS.items()}
     load = os.getloadavg()[0]
     print(f"{'figure':32} {'median':>9} {'lowest':>9} {'highest':>9} {'baseline':>9} {'floor':>7}   (load {load:.1f})")
     summary = {}
@@ -358,7 +364,8 @@ def report(figures: Figures, given: argparse.Namespace) -> None:
             f"{'' if known is None else format(known, '.3f'):>9} {'' if floor is None else format(floor, 'g'):>7}"
         )
     if given.write:
-        machine = {"machine": platform.machine(), "cpus": os.cpu_count(), "load": round(load, 1), "busy": given.busy}
+        machine = {"machine": platform.machine(), "capability": capability, "cpus": os.cpu_count()}
+        machine |= {"load": round(load, 1), "busy": given.busy}
         settings = {"dtype": given.dtype, "threads": given.threads, "rounds": given.rounds, "tokens": given.tokens}
         path.write_text(json.dumps({"settings": {**machine, **settings}, "figures": summary}, indent=2) + "\n")
 

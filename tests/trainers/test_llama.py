@@ -89,6 +89,33 @@ def test_bfloat16_is_near(tiny: Path) -> None:
     assert float((rows[0] - rows[1]).abs().mean()) < 0.06
 
 
+def test_without_products_in_bfloat16_weights_are_rounded_to_it_and_multiplied_in_float32(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a processor of that kind: exactly the float32 forward of the weights as they are served, and what learns
+    gets that forward's gradient."""
+    whole = Llama.load(tiny, torch.float32)
+    monkeypatch.setattr("reef.trainers.local.llama.native", lambda: torch.float32)
+    rounded = {name: one.bfloat16().float().requires_grad_() for name, one in whole.weights.items()}
+    served = Llama(whole.layout, rounded, torch.float32)
+    masters = {name: one.clone().requires_grad_() for name, one in whole.weights.items()}
+    learns, base = Llama(whole.layout, masters, torch.bfloat16), Llama.load(tiny)
+    small = Llama(whole.layout, {name: one.detach().bfloat16() for name, one in rounded.items()})
+    packed, targets, ones = pack(SEQUENCES), torch.arange(4), torch.ones(4)
+    states, found = [], []
+    for model in (served, learns, base, small):
+        states.append(model.hidden(packed)[torch.tensor(packed.starts)])
+        found.append(model.logprobs(states[-1], targets, ones))
+        assert torch.equal(states[-1], states[0])
+        torch.testing.assert_close(found[-1], found[0])  # the head of one that learns is another product
+    assert not torch.equal(states[0], whole.hidden(packed)[torch.tensor(packed.starts)])
+    for one in found[:2]:
+        one.sum().backward()
+    for name, one in masters.items():
+        near = 1e-2 if "norm" in name or "embed" in name else 0.0  # their rounding has autograd's own gradient
+        torch.testing.assert_close(one.grad, rounded[name].grad, rtol=near, atol=near)
+
+
 @pytest.mark.parametrize("temperatures", [[1.0, 1.0, 1.0], [1.0, 0.5, 2.0]])
 def test_logprobs_and_their_gradient_are_log_softmax(tiny: Path, temperatures: list[float]) -> None:
     model = Llama.load(tiny, torch.float32)
