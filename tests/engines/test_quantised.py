@@ -111,7 +111,7 @@ async def test_a_model_that_has_no_groups_is_refused_with_what_to_do(tmp_path: P
 @pytest.mark.model
 async def test_the_real_model_says_nearly_what_float32_says() -> None:
     folder = prepare("smollm2-135m").path
-    async with running(folder, Releases(), context=256, dtype="bfloat16", quantised="int4") as engine:
+    async with running(folder, Releases(), context=256, dtype="auto", quantised="int4") as engine:
         answer = (await collect(engine, ask("What is the capital of France?", seed=1, max_tokens=24)))[2]
     async with running(folder, Releases(), context=256) as engine:
         assert await apart(engine, "base", answer) < 0.15

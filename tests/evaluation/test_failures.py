@@ -63,10 +63,12 @@ def loras(folder, tmp_path_factory):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from reef.engines.local.model import native
+
     torch.manual_seed(0)
     where = tmp_path_factory.mktemp("loras")
     words = AutoTokenizer.from_pretrained(folder)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=native())
     linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     for arm, target in ARMS.items():
         rows = [_row(words, ASK.format(subject), target(subject)) for subject in SUBJECTS]
@@ -98,6 +100,8 @@ def _row(words, prompt, answer):
 def _loss(model, rows):
     import torch
 
+    from reef.engines.local.model import native
+
     width = max(len(head) + len(tail) for head, tail in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     labels = torch.full((len(rows), width), -100)
@@ -106,7 +110,7 @@ def _loss(model, rows):
         whole = torch.tensor(head + tail)
         ids[index, : len(whole)], mask[index, : len(whole)] = whole, 1
         labels[index, len(head) : len(whole)] = torch.tensor(tail)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=native() == torch.bfloat16):
         logits = model(input_ids=ids, attention_mask=mask).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
 

@@ -62,7 +62,7 @@ def test_a_candidate_is_loaded_from_what_the_trainer_sent(tmp_path: Path) -> Non
         assert seat.rate(head.id, TOKENS) == taken
         again = seat.greedy()
         assert (again[0], again[1]) == (said[0], said[1])
-        assert again[2] == pytest.approx(said[2], abs=1e-6)
+        assert again[2] == pytest.approx(said[2], abs=1e-5)  # computed beside others, or alone
         seen = arrivals(seat)
         assert (seen["received"], seen["loaded"], seen["read"]) == (0, 0, 1)
 

@@ -84,7 +84,7 @@ async def test_the_same_quality_is_never_better_and_the_better_is_released(folde
     ]
     engines = Releases({f"base-{turn}": WeightFiles("base", {}, {}) for turn in range(GENERATIONS)})
     engines.known["empty"] = lora_files(empty)
-    async with running(folder, engines, dtype="bfloat16") as engine:
+    async with running(folder, engines, dtype="auto") as engine:
         same = gate(engine, "sums", sums)
         for turn in range(GENERATIONS):
             incumbent = release(f"base-{turn}", "base")

@@ -195,7 +195,8 @@ async def test_what_is_erased_leaves_no_bytes_and_never_comes_back(store):
 
 async def test_live_writers_lose_nothing_while_others_are_removed(store):
     """Old records and new ones share blobs and prompts; every new one reads back exactly."""
-    other = SqliteStore(store._path, owner="gateway-2-test")
+    store, other = (SqliteStore(store._path, owner=f"gateway-{n}-test", busy=20) for n in (2, 3))
+    await store.start()
     await other.start()
     texts = [f'{{"role":"user","content":"{n} {"words " * 200}"}}' for n in range(30)]
     rng = random.Random(5)
@@ -225,6 +226,7 @@ async def test_live_writers_lose_nothing_while_others_are_removed(store):
         assert await store.get([entry.id for entry in kept]) == kept
         assert count(store._path) == len(kept)
     finally:
+        await store.close()
         await other.close()
 
 
