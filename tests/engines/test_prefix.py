@@ -296,7 +296,7 @@ async def test_a_session_of_the_real_model_computes_only_its_new_text() -> None:
     async with running(prepare("smollm2-135m").path, Releases(), context=2048, dtype="auto") as engine:
         messages: list[dict[str, Any]] = []
         before, computed = 0, []
-        for turn in range(10):
+        for turn in range(20):
             messages.append({"role": "user", "content": f"Name {turn + 2} things that are found at sea."})
             _, pieces, answer = await collect(engine, ask(messages, temperature=0, max_tokens=12))
             usage = json.loads(pieces[0].data)["usage"]
@@ -306,6 +306,6 @@ async def test_a_session_of_the_real_model_computes_only_its_new_text() -> None:
             messages.append({"role": "assistant", "content": (answer.choices or ())[0].text})
             await asyncio.gather(*(collect(engine, ask(f"{turn} {n}", max_tokens=1)) for n in range(3)))
         # A turn's own words and marks are 20 tokens; an answer may be written in other tokens than it was drawn in.
-        assert sorted(computed)[:9][-1] <= 24
-        assert sum(computed) < 10 * 24 + 40
-        assert before > 300
+        assert sorted(computed)[:18][-1] <= 24
+        assert sum(computed) < 20 * 24 + 40
+        assert before > 600

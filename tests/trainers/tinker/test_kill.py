@@ -74,7 +74,7 @@ async def test_a_killed_trainer_repeats_the_step_from_the_state_before(
         assert child.wait(60) != 0
         child = start()
         *_, done = [item async for item in trainer.step(ask(2))]
-        same(kept, done, rtol=0.0, atol=1e-6)  # an update is 0.01: a step trained twice is far outside
+        same(kept, done, rtol=0.0, atol=1e-7)  # an update is 0.01: a step trained twice is far outside
         assert done.reused is (where == "after_rename")
         assert len(calls(service, "optim_step")) - before == {"forward_backward": 2, "save_weights": 3}.get(where, 2)
     finally:
