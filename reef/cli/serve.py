@@ -182,8 +182,11 @@ def _keys(settings: Settings) -> list[str]:
     return [os.environ.get(engine.key_env or "", "") for engine in settings.engines.values()]
 
 
-def _announce(address: str, banner: str, began: float, logs: Path) -> None:
-    """Print the banner when the server is ready, or only its provider is missing; say so when that takes long."""
+def _announce(address: str, banner: str, began: float, logs: Path) -> threading.Thread:
+    """Print the banner when the server is ready, or only its provider is missing; say so when that takes long.
+
+    Returns the started thread that does this.
+    """
 
     def wait() -> None:
         host, _, port = address.removeprefix("http://").rpartition(":")
@@ -217,7 +220,9 @@ def _announce(address: str, banner: str, began: float, logs: Path) -> None:
         print(banner.replace("{seconds}", f"{time.monotonic() - began:.1f}") + warning, flush=True)
 
     print(f"starting on {address} …", flush=True)
-    threading.Thread(target=wait, name="announce", daemon=True).start()
+    thread = threading.Thread(target=wait, name="announce", daemon=True)
+    thread.start()
+    return thread
 
 
 def _banner(loaded: Loaded, settings: Settings, address: str, fresh: str | None, bound: Bound) -> list[str]:

@@ -199,9 +199,7 @@ def test_a_server_whose_provider_is_away_starts_and_says_so(capsys, provider, mo
 
     monkeypatch.setattr(provider, "do_GET", do_get)
     monkeypatch.setattr(serve, "PATIENCE", 0.0)
-    serve._announce(provider.url, "BANNER", time.monotonic(), Path("logs"))
-    (waiting,) = (thread for thread in threading.enumerate() if thread.name == "announce")
-    waiting.join(20)
+    serve._announce(provider.url, "BANNER", time.monotonic(), Path("logs")).join(20)
     said = capsys.readouterr().out.splitlines()
     assert said[1:4] == [
         "waiting: provider up at h:1 refused the connection",
