@@ -34,6 +34,9 @@ POLL = 0.25
 TIDY = 86400.0  # seconds between two looks for places of records that are gone
 SLOW = 1.0
 """The same for what goes on beside learning."""
+LAZY = 8
+"""So many times longer after many looks that found nothing: nearly all there is to find wakes its scenario, and many
+quiet scenarios should cost next to nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +151,7 @@ class _Round:
         self._task: asyncio.Task[None] | None = None
         self._turn, self._poll = turn, poll
         self._failures = 0
+        self._quiet = 0  # looks in a row that nobody asked for and that found nothing
 
     def sit(self) -> None:
         self._task = asyncio.create_task(self._follow(), name=f"learner {self.name}")
@@ -161,11 +165,12 @@ class _Round:
 
     async def _follow(self) -> None:
         while True:
+            woken = self.called.is_set()
             self.called.clear()
-            wait = self._poll
             try:
-                if await self._turn():
-                    wait = 0.0
+                moved = await self._turn()
+                self._quiet = 0 if moved or woken else self._quiet + 1
+                wait = 0.0 if moved else self._poll * min(LAZY, 1 + self._quiet // LAZY)
                 self._failures, self.error = 0, None
             except Exception as error:
                 self._failures += 1
