@@ -171,11 +171,12 @@ class _Update:
 
     async def _batch(self, head: Release, line: Line) -> Batch | None:
         """The units to learn from next, as the recipe chooses them among those that are ready, fresh and assessed, in
-        the order that is fair."""
+        the order that is fair; of those that age the newest first, so that falling behind costs the old ones."""
         work, pool = self.work, self.work.pool
         await ready.read(self.tools, self.binding, self.work)
         fresh = await ready.discard(self.binding, work, await ready.fresh(self.tools, self.binding, work, head, line))
-        units = fair.order(fresh, self.binding.client_share, work.batch_size)
+        ages = self.binding.bound(work.part) is not None
+        units = fair.order(fresh, self.binding.client_share, work.batch_size, newest=ages)
         ready.save(self.tools, work)
         units, away, self.assessed = await assess.assessed(self.tools, self.binding, work, units)
         ready.save(self.tools, work)

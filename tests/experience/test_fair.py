@@ -34,21 +34,34 @@ def test_a_client_that_is_alone_fills_a_batch_and_one_unit_is_always_its_share()
     assert clients(order([*units, unit(9, "b")], 0.5, 1))[:1] == "a"
 
 
+def test_the_newest_batch_first_where_units_go_stale() -> None:
+    units = [unit(seq, "a") for seq in range(5)]
+    assert [one.seq for one in order(units, 0.5, 2, newest=True)] == [3, 4, 1, 2, 0]
+    assert [one.seq for one in order(units, 0.5, 8, newest=True)] == [0, 1, 2, 3, 4]
+    assert [one.seq for one in order(units, 0.5, None, newest=True)] == [0, 1, 2, 3, 4]
+    mixed = [unit(seq, "a") for seq in range(6)] + [unit(6, "b"), unit(7, "b")]
+    assert [one.seq for one in order(mixed, 0.5, 4, newest=True)] == [4, 5, 6, 7, 0, 1, 2, 3]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.sampled_from(["a", "b", "c", None]), max_size=40),
     st.floats(0.01, 1.0),
     st.integers(1, 8),
     st.randoms(use_true_random=False),
+    st.booleans(),
 )
-def test_every_batch_is_fair(names: list[str | None], share: float, size: int, chance: object) -> None:
+def test_every_batch_is_fair(names: list[str | None], share: float, size: int, chance: object, newest: bool) -> None:
     units = [unit(seq, name) for seq, name in enumerate(names)]
     chance.shuffle(units)  # type: ignore[attr-defined]
-    found = order(units, share, size)
+    found = order(units, share, size, newest=newest)
     assert sorted(one.id for one in found) == sorted(one.id for one in units)
+    batches = [found[start : start + size] for start in range(0, len(found), size)]
+    assert all(batch == sorted(batch, key=lambda one: one.seq) for batch in batches)
     for name in {*names}:
-        mine = [one.seq for one in found if one.record.client == name]
-        assert mine == sorted(mine)
+        mine = [[one.seq for one in batch if one.record.client == name] for batch in batches]
+        taken = [seq for each in (reversed(mine) if newest else mine) for seq in each]
+        assert taken == sorted(taken)
     most = max(1, int(share * size))
     for start in range(0, len(found), size):
         batch, later = found[start : start + size], found[start + size :]

@@ -243,6 +243,16 @@ async def test_a_recipe_whose_samples_do_not_age_drops_none(world: World) -> Non
     assert world.ledger.fates(NAME, "weights") == {"trained": 6, "stale": 2}
 
 
+async def test_what_goes_stale_is_the_oldest(world: World) -> None:
+    """Where more reports come than steps can take, the trainer does not live on the oldest that it may still take."""
+    world.recipes, world.options = {"weights": Score()}, {"evaluate_every": 1, "patience": 1}
+    receipts = await world.say(7, release=world.head.id)
+    await world.settle()
+    fates = [world.ledger.fate(NAME, f"{receipt}:0") for receipt in receipts]
+    assert [[fate for _, _, fate, _, _ in each] for each in fates] == [["stale"]] * 3 + [["trained"]] * 4
+    assert {fate[4] for each in fates[5:] for fate in each} == {1}
+
+
 async def test_the_ages_of_what_waits_are_shown(world: World) -> None:
     world.recipes = {"weights": Score(batch_size=10)}
     for age in (10, 120, 130, 1000, 10_000, 200_000):
