@@ -121,7 +121,7 @@ class GRPO:
         }
         if not self.kl:
             return policy, metrics
-        drift = self._reduce(losses.k3(logprobs, rows.extra["base_logprobs"]), rows)
+        drift = self._reduce(losses.pull(logprobs, rows.extra["base_logprobs"], rows.logprobs), rows)
         return policy + self.kl * drift, metrics | {"kl": float(drift.detach())}
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:

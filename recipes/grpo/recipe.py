@@ -55,7 +55,7 @@ class GRPORecipe:
     epsilon_high: float | None = None
     dual_clip: float | None = None  # with ppo: a loss with A < 0 is at most -dual_clip A
     tis_cap: float | None = None  # with ppo: clip against the weights before the step, times min(pi_old / q, tis_cap)
-    kl: float | None = None  # weight of a pull (k3) towards the frozen base
+    kl: float | None = None  # weight of a pull (pi / q k3) towards the frozen base
     dynamic: bool | None = None  # leave out groups whose rewards are all the same, and give them up
     length: int | None = None  # tokens: what `constant` divides by (null: the batch's longest), where `overlong` ends
     overlong: int = 0  # the last tokens below `length` cost up to 1 of the reward, longer answers 1 (DAPO)

@@ -3,7 +3,7 @@
 Source: arXiv 2603.10165 (v1: the teacher's log-ratio of the sampled token; v2: advantages of the top K tokens). Loaded
 only by the trainer process (it needs torch). Knows: the equations. Does not know: who judged, or what a hint says.
 
-    L = (w_rl sum_t PPO(rho_t, r) + w_opd sum_t D_t) / tokens + kl k3(pi, base)
+    L = (w_rl sum_t PPO(rho_t, r) + w_opd sum_t D_t) / tokens + kl rho k3(pi, base)
 
 The teacher is the frozen base, reading the prompt with a hint in it. A scored turn without a hint has no teacher; there
 the same D_t, times `anchor`, is taken with the base on the turn's own prompt: a pull back to where the policy began.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reef.core.errors import TrainError
 from reef.trainers.local.llama import Llama
-from reef.trainers.local.losses import k3, ppo_clip, ratio_of, spread, token_mean
+from reef.trainers.local.losses import ppo_clip, pull, ratio_of, spread, token_mean
 from reef.trainers.local.objective import Context, Outputs, Plan, Rows
 
 
@@ -149,7 +149,7 @@ class OpenClaw:
         if distilled is not None:
             whole = whole + distilled
         if self.kl:
-            drift = mean(k3(logprobs, rows.extra["base_logprobs"]))
+            drift = mean(pull(logprobs, rows.extra["base_logprobs"], rows.logprobs))
             whole, metrics["kl"] = whole + self.kl * drift, float(drift.detach())
         return whole, metrics
 

@@ -50,7 +50,7 @@ class OpenClawRecipe:
     clip: float = 1.0  # C: the most nats by which teacher and policy are told apart at a token
     epsilon_low: float = 0.2
     epsilon_high: float = 0.28
-    kl: float = 0.0  # weight of a pull (k3) towards the frozen base
+    kl: float = 0.0  # weight of a pull (rho k3) towards the frozen base
     train: str = "lora"
     learning_rate: float | None = None  # None: RATES above
     rank: int = 8  # of the LoRA

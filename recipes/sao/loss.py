@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reef.core.errors import TrainError
 from reef.trainers.local.llama import Llama
-from reef.trainers.local.losses import adaptive_lambda, dis, explained_variance, gae, k3, token_mean
+from reef.trainers.local.losses import adaptive_lambda, dis, explained_variance, gae, pull, token_mean
 from reef.trainers.local.objective import Context, Outputs, Plan, Rows
 
 
@@ -165,7 +165,7 @@ class SAO:
                 metrics[name] = metrics.get(name, 0.0) + float(each.sum()) / self._tokens[lag]
         if not self.kl:
             return policy, metrics
-        drift = token_mean(k3(logprobs, rows.extra["base_logprobs"]), rows.mask, rows.total)
+        drift = token_mean(pull(logprobs, rows.extra["base_logprobs"], rows.logprobs), rows.mask, rows.total)
         return policy + self.kl * drift * (not self._warming), metrics | {"kl": float(drift.detach())}
 
     def aux_steps(self, context: Context, batch: Sequence[Rows]) -> dict[str, float]:

@@ -33,7 +33,7 @@ class SAORecipe:
     critic_warmup: int = 0  # first steps that move only the critic
     length_alpha: float = 1.5  # lambda = 1 - 1 / (length_alpha * response length)
     merge: bool = False  # one report on several turns of a session is one sample; false: each turn is judged alone
-    kl: float = 0.0  # weight of a pull (k3) towards the frozen base; the paper has none
+    kl: float = 0.0  # weight of a pull (pi / q k3) towards the frozen base; the paper has none
     rank: int = 8  # of the LoRA
     alpha: float = 16.0
     seed: int = 0

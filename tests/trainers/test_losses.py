@@ -97,6 +97,33 @@ def test_estimators_of_the_divergence() -> None:
     assert losses.k3(torch.tensor([-100.0]), torch.tensor([0.0])).item() == pytest.approx(math.exp(10) - 11, rel=1e-5)
 
 
+@pytest.mark.parametrize("old", [[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])
+def test_the_pull_of_old_samples_is_the_kl_of_what_is_now(old: list[float]) -> None:
+    """Worked out over all three tokens: value and gradient are those of KL(pi || ref), whoever drew the samples. Plain
+    k3's gradient is not."""
+    logits = torch.tensor([0.3, -0.2, -2.0], requires_grad=True)
+    ref, drawn = torch.tensor([0.1, 0.1, 0.8]).log(), torch.tensor(old).log()
+    now = logits.log_softmax(-1)
+    exact = losses.kl(logits[None], ref[None])[0]
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    mean = (torch.tensor(old) * losses.pull(now, ref, drawn)).sum()
+    (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    assert mean.item() == pytest.approx(exact.item(), rel=1e-5)
+    torch.testing.assert_close(found, wanted)
+    (plain,) = torch.autograd.grad((torch.tensor(old) * losses.k3(now, ref)).sum(), logits)
+    assert (plain - wanted).abs().max() > 0.2
+
+
+def test_the_pull_of_a_token_that_was_left_is_bounded() -> None:
+    """Drawn when it was likely, given up since, and dear to the base: plain k3 pulls a hundred times as hard."""
+    now = torch.tensor([math.log(0.001)], requires_grad=True)
+    ref, drawn = torch.tensor([math.log(0.9)]), torch.tensor([math.log(0.5)])
+    (pull,) = torch.autograd.grad(losses.pull(now, ref, drawn).sum(), now)
+    (plain,) = torch.autograd.grad(losses.k3(now, ref).sum(), now)
+    assert pull.item() == pytest.approx(0.002 * math.log(0.001 / 0.9), rel=1e-5)
+    assert plain.item() == pytest.approx(1 - 900, rel=1e-4)
+
+
 def test_divergences_of_whole_distributions() -> None:
     assert losses.kl(T, S).item() == pytest.approx(0.085123, abs=1e-6)  # forward
     assert losses.kl(S, T).item() == pytest.approx(0.092033, abs=1e-6)  # reverse
