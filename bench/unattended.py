@@ -1,13 +1,15 @@
 """Nobody watches: users, some wrong and some hostile, whose preference changes half-way. Does the agent stay good?
 
-    python bench/unattended.py [--minutes 25] [--seed 0] [--write]
+    python bench/unattended.py [--minutes 25] [--seed 0] [--arms clean gated always] [--write]
 
-One server with the embedded model, three scenarios side by side under the same stream, so that each has the same
-share of the machine: `clean` (the gate, honest users), `gated` (the gate; 10% of reports wrong, 5% hostile), `always`
-(the same noisy users; every candidate is released and nothing is watched). A user asks for a capital in one of eight
-wordings; first they want the right name and then silence, after half of the time also no full stop. A report brings
-how its prompt's answers can be checked; wrong users report the opposite score and another capital, hostile ones praise
-empty answers. The gate's suite is the scenario's own held-out traffic, wrong and hostile checks included.
+One server with the embedded model, and a scenario for each arm under the same stream: `clean` (the gate, honest users),
+`gated` (the gate; 10% of reports wrong, 5% hostile), `always` (the same noisy users; every candidate is released and
+nothing is watched). Arms that run together share the machine alike; a slow one makes more steps of fewer arms at a
+time, and `--write` keeps what earlier runs found of the others. A user asks for a capital in one of eight
+wordings; first they want the right name and then silence, after half of the time also no "The" to begin with. A report
+brings how its prompt's answers can be checked; wrong users report the opposite score and another capital, hostile ones
+praise empty answers. The gate is the default, `guarded`, at every second step; with `--policy better` its suite is the
+scenario's own held-out traffic, wrong and hostile checks included.
 
 Scores in the figure are true ones, by the script: of live answers (moving mean), and of prompts that no user ever asks,
 before the first and after the last report, and at each change. `--write` stores bench/unattended.json
@@ -18,13 +20,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ from bench.kit.served import served
 from reef.cli.preferences import CAPITALS
 
 ARMS = ("clean", "gated", "always")
-PREFERENCES = ("short", "bare")
+PREFERENCES = ("short", "direct")
 TEMPLATES = (
     "What is the capital of {}? Reply with only the name.",
     "Which city is the capital of {}? Answer briefly.",
@@ -59,26 +62,24 @@ CONFIG = """
 reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.05, default_scenario: clean,
   port: {port}, state_dir: {state}}}
 releases: {{watch: {{reports: 100}}}}
-gate:
-  policy: POLICY
-  suite: [traffic, failures]
-  holdout: 0.25
-  evaluate_every: EVERY
-  patience: 5
-  tasks: 96
-scenarios:
-  clean: {{}}
-  gated: {{}}
-  always:
-    gate: {{policy: always, suite: null}}
-    releases: {{watch: {{action: off}}}}
+gate: GATE
+scenarios: SCENARIOS
 """
+SCENARIOS = {
+    "clean": "{{}}",
+    "gated": "{{}}",
+    "always": "{{gate: {{policy: always, suite: null}}, releases: {{watch: {{action: off}}}}}}",
+}
 
 
 # `kl`: without a pull to the base an agent forgets every wording that users do not mind, and then cannot find the one
 # that they begin to want. Measured without: nothing learnt after the change, whatever the gate did.
-EVERY = {"guarded": "1", "better": "3"}
-"""Steps between two looks, by policy: a comparison needs a difference that can be seen."""
+GATES = {
+    "guarded": "{{policy: guarded, evaluate_every: 2}}",
+    "better": "{{policy: better, suite: [traffic, failures], holdout: 0.25, tasks: 96, "
+    "evaluate_every: 3, patience: 5}}",
+}
+"""By policy. A comparison needs a difference that can be seen, so more steps lie between two looks."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ class Arm:
 
 
 def pattern(capital: str, preference: str) -> str:
-    """An answer the user wants: short, with this name in it; with `bare` it ends in a letter."""
-    end = r"(?=.*[a-zA-Z]\s*\Z)" if preference == "bare" else ""
-    return rf"(?s)\A(?=.{{1,{LONGEST}}}\Z){end}.*\b{capital}\b"
+    """An answer the user wants: short, with this name in it; with `direct` it does not begin with "The"."""
+    begin = r"(?!\W*(?i:the)\b)" if preference == "direct" else ""
+    return rf"(?s)\A(?=.{{1,{LONGEST}}}\Z){begin}.*\b{capital}\b"
 
 
 def true(prompt: Prompt, text: str, preference: str) -> float:
@@ -173,11 +174,13 @@ async def probe(client: httpx.AsyncClient, arm: Arm, kept: list[Prompt], when: s
     }
 
 
-async def run(minutes: float, seed: int, policy: str, state: Path) -> dict[str, Any]:
+async def run(minutes: float, seed: int, policy: str, names: Sequence[str], state: Path) -> dict[str, Any]:
     asked, kept = prompts()
-    arms = [Arm(name, random.Random(f"{seed}/{name}"), name != "clean") for name in ARMS]
+    arms = [Arm(name, random.Random(f"{seed}/{name}"), name != "clean") for name in names]
     length = 60.0 * minutes
-    config = CONFIG.replace("POLICY", policy).replace("EVERY", EVERY[policy])
+    scenarios = ", ".join(f"{name}: {SCENARIOS[name]}" for name in names)
+    config = CONFIG.replace("GATE", GATES[policy]).replace("SCENARIOS", f"{{{{{scenarios}}}}}")
+    config = config.replace("default_scenario: clean", f"default_scenario: {names[0]}")
     with served(state, config) as (url, token):
         head = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=url, headers=head, timeout=300) as client:
@@ -214,6 +217,7 @@ async def run(minutes: float, seed: int, policy: str, state: Path) -> dict[str, 
                 "live": windows(arm, length),
                 "worst_live": worst(arm, length),
                 "acts": acts[arm.name],
+                "beside": [name for name in names if name != arm.name],
             }
             for arm in arms
         },
@@ -278,14 +282,15 @@ def draw(result: dict[str, Any], place: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(len(ARMS), 1, figsize=(10, 9), sharex=True, sharey=True)
+    arms = {name: result["arms"][name] for name in ARMS if name in result["arms"]}
+    figure, panels = plt.subplots(len(arms), 1, figsize=(10, 9), sharex=True, sharey=True, squeeze=False)
     colours = {"release": "tab:green", "reject": "tab:red", "rollback": "tab:orange"}
     half = result["minutes"] / 2
     base = {
-        preference: statistics.fmean(arm["probes"]["base"][preference] for arm in result["arms"].values())
+        preference: statistics.fmean(arm["probes"]["base"][preference] for arm in arms.values())
         for preference in PREFERENCES
     }
-    for panel, (name, arm) in zip(panels, result["arms"].items(), strict=True):
+    for panel, (name, arm) in zip(panels[:, 0], arms.items(), strict=True):
         panel.plot([at / 60 for at, _, _ in arm["live"]], [mean for _, mean, _ in arm["live"]], color="tab:blue")
         for preference, (low, high) in spans(2 * half).items():
             panel.hlines(base[preference], low, high, colors="grey", linestyles="dashed")
@@ -304,11 +309,11 @@ def draw(result: dict[str, Any], place: Path) -> None:
         panel.set_ylim(0, 1.2)
         panel.set_ylabel("true score")
     for kind, colour in colours.items():
-        panels[0].plot([], [], "|", color=colour, label=kind, markersize=9)
-    panels[0].plot([], [], color="grey", linestyle="dashed", label="untouched base")
-    panels[0].plot([], [], "o", color="black", label="prompts nobody asks")
-    panels[0].legend(loc="center right", fontsize=8)
-    panels[-1].set_xlabel("minutes; the preference changes at the line")
+        panels[0, 0].plot([], [], "|", color=colour, label=kind, markersize=9)
+    panels[0, 0].plot([], [], color="grey", linestyle="dashed", label="untouched base")
+    panels[0, 0].plot([], [], "o", color="black", label="prompts nobody asks")
+    panels[0, 0].legend(loc="center right", fontsize=8)
+    panels[-1, 0].set_xlabel("minutes; the preference changes at the line")
     figure.tight_layout()
     figure.savefig(place, dpi=110)
 
@@ -317,18 +322,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--policy", choices=sorted(EVERY), default="guarded", help="of the gate (default: guarded)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="run together (default: all)")
+    parser.add_argument("--policy", choices=sorted(GATES), default="guarded", help="of the gate (default: guarded)")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--keep", type=Path, help="keep the state folder here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = asyncio.run(run(given.minutes, given.seed, given.policy, given.keep or Path(folder) / "state"))
+        state = given.keep or Path(folder) / "state"
+        result = asyncio.run(run(given.minutes, given.seed, given.policy, given.arms, state))
     for name, arm in result["arms"].items():
         kinds = [act["kind"] for act in arm["acts"]]
         said = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
         print(f"{name}: probes {arm['probes']}, lowest 100 live answers {arm['worst_live']}, {said}")
     name = "unattended" if given.policy == "guarded" else f"unattended_{given.policy}"
     place = HERE / name if given.write else Path(tempfile.gettempdir()) / "reef-unattended"
+    with contextlib.suppress(FileNotFoundError):
+        old = json.loads(place.with_suffix(".json").read_text())
+        same = all(old.get(key) == result[key] for key in ("minutes", "policy", "seed"))
+        result["arms"] = (old["arms"] if same else {}) | result["arms"]
     place.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, place.with_suffix(".png"))
     print(f"written: {place}.json and .png")
