@@ -79,8 +79,10 @@ async def test_what_was_erased_since_it_was_read_never_trains(world: World, tmp_
     (told,) = await world.store.reports_on(erased)
     gone = ([erased], None, []) if what == "record" else ([], None, [told.id])
     await asyncio.to_thread(keep.forget, world.store._path, *gone)
-    kept = await world.say(2)
-    await world.update()
+    kept = await world.say(1)
+    assert await world.update() is False  # a batch of both, but for what was erased
+    assert world.trainer.orders == []
+    kept += await world.say(1)
     assert await world.settle() == 1
     assert set(world.head.consumed["weights"].units) == {f"{receipt}:0" for receipt in kept}
 
