@@ -100,8 +100,7 @@ def pull(logprobs: Tensor, ref: Tensor, sampled: Tensor, most: float = 10.0) -> 
     most `most`, with the gradient through both: in expectation over q it is KL(pi || ref), and so is its gradient,
     pi / q x grad log pi (the unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556). Plain k3 on old samples pulls
     without bound at tokens that pi has left and ref has not, and undoes what was learnt."""
-    ratio = (logprobs - sampled).exp().clamp(max=most)
-    return ratio * k3(logprobs, ref)
+    return ratio_of(logprobs, sampled).clamp(max=most) * k3(logprobs, ref)
 
 
 # --- divergences of whole distributions -------------------------------------------------------------------------------
