@@ -181,7 +181,7 @@ def test_of_what_contradicts_itself_the_newer_stands(serve):
     for number in range(4):
         for name in ("Anna", "Ben"):
             session(served, feedback=f"My name is {name}.", system=f"Turn {number}.")
-            time.sleep(0.5)  # under load a report may be read after the next one
+            time.sleep(0.5)  # each is to be read before the next, also on a loaded machine
 
     def settled():
         _, part = harness(served)
