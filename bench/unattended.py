@@ -59,7 +59,7 @@ PROBES = 200  # answers to reserved prompts, each time
 HERE = Path(__file__).parent
 
 CONFIG = """
-reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.05, default_scenario: clean,
+reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.05, default_scenario: FIRST,
   port: {port}, state_dir: {state}}}
 releases: {{watch: {{reports: 100}}}}
 gate: GATE
@@ -180,7 +180,7 @@ async def run(minutes: float, seed: int, policy: str, names: Sequence[str], stat
     length = 60.0 * minutes
     scenarios = ", ".join(f"{name}: {SCENARIOS[name]}" for name in names)
     config = CONFIG.replace("GATE", GATES[policy]).replace("SCENARIOS", f"{{{{{scenarios}}}}}")
-    config = config.replace("default_scenario: clean", f"default_scenario: {names[0]}")
+    config = config.replace("FIRST", names[0])
     with served(state, config) as (url, token):
         head = {"authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(base_url=url, headers=head, timeout=300) as client:
@@ -209,6 +209,7 @@ async def run(minutes: float, seed: int, policy: str, names: Sequence[str], stat
         "minutes": minutes,
         "policy": policy,
         "seed": seed,
+        "wishes": list(PREFERENCES),
         "arms": {
             arm.name: {
                 "reports": arm.reports,
@@ -338,7 +339,7 @@ def main() -> None:
     place = HERE / name if given.write else Path(tempfile.gettempdir()) / "reef-unattended"
     with contextlib.suppress(FileNotFoundError):
         old = json.loads(place.with_suffix(".json").read_text())
-        same = all(old.get(key) == result[key] for key in ("minutes", "policy", "seed"))
+        same = all(old.get(key) == result[key] for key in ("minutes", "policy", "seed", "wishes"))
         result["arms"] = (old["arms"] if same else {}) | result["arms"]
     place.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, place.with_suffix(".png"))
