@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
 
 CONFIG = """
 reef: {{recipe: sao, train: full, learning_rate: 1.0e-4, batch_size: 2, port: {port}, state_dir: {state}}}
-gate: {{policy: guarded, evaluate_every: 1}}
+gate: {{policy: always}}
 training: {{broadcast: "127.0.0.1:0", nice: 0}}
 """
 TOKENS = list(range(100, 140))

@@ -1,6 +1,6 @@
 """A plain application on the embedded model: one correction in words, and its next answers are better.
 
-Twenty-four questions that ask for nothing but an answer, each three times, 24 tokens, temperature 1. An answer counts
+Twenty-four questions that ask for nothing but an answer, each twice, 24 tokens, temperature 1. An answer counts
 when it has ended by itself and has three words or more. Nothing is trained: the release differs by one rule, which is
 put into the requests. (Seeds are fixed, but what is sampled beside others is not the same to the last bit.)
 """
@@ -18,7 +18,7 @@ from reef.cli.preferences import QUESTIONS, SUBJECTS
 pytestmark = pytest.mark.model
 RULE = "Answer in one short sentence."
 CONFIG = "reef: {{port: {port}, state_dir: {state}, recipe: feedback_rules, workers: 1}}\n"
-ASKED = [question.format(subject) for subject in SUBJECTS.split()[:6] for question in QUESTIONS for _ in range(3)]
+ASKED = [question.format(subject) for subject in SUBJECTS.split()[:6] for question in QUESTIONS for _ in range(2)]
 
 
 class Application:

@@ -132,7 +132,7 @@ async def test_pipelined_requests_are_answered_in_order(gateway):
 
 async def test_a_client_that_reads_nothing_is_dropped(run, tmp_path, monkeypatch):
     monkeypatch.setattr(Protocol, "stalled_seconds", 0.2)
-    engine = FakeEngine(reply=lambda release, body: "word " * 4_000_000)
+    engine = FakeEngine(reply=lambda release, body: ("word" * 1000 + " ") * 5000)  # 20 MB
     async with run(tmp_path, engine) as gateway:
         body = b'{"messages":[{"role":"user","content":"x"}]}'
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer t-all-rights\r\n"

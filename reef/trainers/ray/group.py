@@ -103,15 +103,17 @@ class Group:
             raise Lost(_first_line(error)) from None
 
     def close(self) -> None:
-        """Kill the workers and give their place back."""
-        for worker in self._workers:
-            with contextlib.suppress(Exception):
-                self._ray.kill(worker)
-        if self._placement is not None:
-            from ray.util.placement_group import remove_placement_group
+        """Kill the workers and give their place back. Both are asked of Ray's head: of one that is gone a minute is
+        waited for an answer, and what is left of a Ray of our own goes with it."""
+        if self._cluster.alive():
+            for worker in self._workers:
+                with contextlib.suppress(Exception):
+                    self._ray.kill(worker)
+            if self._placement is not None:
+                from ray.util.placement_group import remove_placement_group
 
-            with contextlib.suppress(Exception):
-                remove_placement_group(self._placement)
+                with contextlib.suppress(Exception):
+                    remove_placement_group(self._placement)
         self._workers, self._placement = [], None
 
     # --- starting -----------------------------------------------------------------------------------------------------
