@@ -6,9 +6,9 @@ One server with the embedded model, and a scenario for each arm under the same s
 `gated` (the gate; 10% of reports wrong, 5% hostile), `always` (the same noisy users; every candidate is released and
 nothing is watched). Arms that run together share the machine alike; a slow one makes more steps of fewer arms at a
 time, and `--write` keeps what earlier runs found of the others. A user asks for a capital in one of eight
-wordings; first they want the right name and then silence, after half of the time also no "The" to begin with. A report
-brings how its prompt's answers can be checked; wrong users report the opposite score and another capital, hostile ones
-praise empty answers. The gate is the default, `guarded`, at every second step; with `--policy better` its suite is the
+wordings and wants the right name; after half of the time they also want nothing but that, in few words. A report brings
+how its prompt's answers can be checked; wrong users report the opposite score and another capital, hostile ones praise
+empty answers. The gate is the default, `guarded`, at every second step; with `--policy better` its suite is the
 scenario's own held-out traffic, wrong and hostile checks included.
 
 Scores in the figure are true ones, by the script: of live answers (moving mean), and of prompts that no user ever asks,
@@ -38,7 +38,7 @@ from bench.kit.served import served
 from reef.cli.preferences import CAPITALS
 
 ARMS = ("clean", "gated", "always")
-PREFERENCES = ("short", "direct")
+PREFERENCES = ("right", "short")
 TEMPLATES = (
     "What is the capital of {}? Reply with only the name.",
     "Which city is the capital of {}? Answer briefly.",
@@ -49,17 +49,20 @@ TEMPLATES = (
     "Quick question: what is the capital of {}?",
     "The capital of {} is which city? Answer in a few words.",
 )
-TOKENS = 16
-LONGEST = 45  # characters: a longer answer was cut off, or rambles
+SYSTEM = "Answer the user."  # in place of the template's own, which is longer than a question: a step is mostly prompts
+TEMPERATURE = 0.7  # of 200 questions the base gives 35% a right and short answer; at 1, 11%
+TOKENS = 20
+LONGEST = 45  # characters of a short answer
 WRONG, HOSTILE = 0.10, 0.05
 RESERVED = 12  # countries that no user asks about
-USERS = 3  # of each arm
-PAUSE = (1.0, 3.0)  # seconds a user thinks after an answer
+USERS = 2  # of each arm
+AT_ONCE = 4  # questions of a user, asked together: eight answers in a batch take little longer than one by itself
+PAUSE = (2.0, 5.0)  # seconds a user thinks after the answers
 PROBES = 200  # answers to reserved prompts, each time
 HERE = Path(__file__).parent
 
 CONFIG = """
-reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.05, default_scenario: FIRST,
+reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.1, default_scenario: FIRST,
   port: {port}, state_dir: {state}}}
 releases: {{watch: {{reports: 100}}}}
 gate: GATE
@@ -100,9 +103,9 @@ class Arm:
 
 
 def pattern(capital: str, preference: str) -> str:
-    """An answer the user wants: short, with this name in it; with `direct` it does not begin with "The"."""
-    begin = r"(?!\W*(?i:the)\b)" if preference == "direct" else ""
-    return rf"(?s)\A(?=.{{1,{LONGEST}}}\Z){begin}.*\b{capital}\b"
+    """An answer the user wants: with this name in it, and `short`."""
+    most = str(LONGEST) if preference == "short" else ""
+    return rf"(?s)\A(?=.{{1,{most}}}\Z).*\b{capital}\b"
 
 
 def true(prompt: Prompt, text: str, preference: str) -> float:
@@ -122,7 +125,8 @@ def prompts() -> tuple[list[Prompt], list[Prompt]]:
 
 async def ask(client: httpx.AsyncClient, arm: str, prompt: Prompt, **headers: str) -> tuple[str, str, str]:
     """(receipt, release, text)."""
-    body = {"model": "m", "messages": [{"role": "user", "content": prompt.text}], "max_tokens": TOKENS}
+    said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt.text}]
+    body = {"model": "m", "messages": said, "max_tokens": TOKENS, "temperature": TEMPERATURE}
     answer = await client.post("/v1/chat/completions", json=body, headers={"x-reef-scenario": arm, **headers})
     answer.raise_for_status()
     text = answer.json()["choices"][0]["message"]["content"] or ""
@@ -143,20 +147,18 @@ def opinion(arm: Arm, prompt: Prompt, text: str, preference: str) -> tuple[float
 async def user(
     client: httpx.AsyncClient, arm: Arm, asked: list[Prompt], now: Callable[[], tuple[float, str]], until: float
 ) -> None:
+    async def one(prompt: Prompt) -> None:
+        receipt, release, text = await ask(client, arm.name, prompt)
+        at, preference = now()
+        arm.live.append((at, true(prompt, text, preference), release))
+        score, check = opinion(arm, prompt, text, preference)
+        report = {"score": score, "references": [receipt], "metadata": {"check": {"scorer": "regex", "answer": check}}}
+        (await client.post("/reef/report", json=report)).raise_for_status()
+        arm.reports += 1
+
     while (moment := now())[0] < until:
-        prompt = arm.draw.choice(asked)
         try:
-            receipt, release, text = await ask(client, arm.name, prompt)
-            at, preference = now()
-            arm.live.append((at, true(prompt, text, preference), release))
-            score, check = opinion(arm, prompt, text, preference)
-            report = {
-                "score": score,
-                "references": [receipt],
-                "metadata": {"check": {"scorer": "regex", "answer": check}},
-            }
-            (await client.post("/reef/report", json=report)).raise_for_status()
-            arm.reports += 1
+            await asyncio.gather(*(one(arm.draw.choice(asked)) for _ in range(AT_ONCE)))
             await asyncio.sleep(arm.draw.uniform(*PAUSE))
         except (httpx.HTTPError, KeyError, ValueError) as error:
             arm.failed.append(f"{moment[0]:.0f} s: {error!r}"[:200])
