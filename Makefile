@@ -52,9 +52,9 @@ $(VLLM): tests/vllm/requirements.txt tests/vllm/constraints.txt
 serve: $(STAMP)
 	@exec $(BIN)/reef serve
 
-# Three workers on two cores, the one that is done first takes of the others': a third of the time tests wait for a process or a timer.
+# Two workers, the one that is done first takes of the other's: many tests wait for a process or a timer.
 test: $(STAMP) $(CLIENTS)
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-vllm: $(STAMP) $(VLLM)
 	$(BIN)/python -m pytest tests/vllm -m vllm --timeout=1800

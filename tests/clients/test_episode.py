@@ -172,7 +172,8 @@ def follow(made, until):
     """What the status said of the harness part until it is so."""
     seen, deadline = [], time.monotonic() + 240
     while True:
-        part = made.client.get("/reef/status").json()["scenarios"]["default"]["learner"].get("parts", {}).get("harness")
+        learner = made.client.get("/reef/status").json()["scenarios"]["default"]["learner"] or {}  # it may not answer
+        part = learner.get("parts", {}).get("harness")
         if part is not None:
             if part["state"] == "evaluating" and part["progress"]:
                 seen.append((part["state"], *part["progress"]))

@@ -27,7 +27,7 @@ QUESTIONS = [
     "Give me a recipe for pancakes, with amounts, in a list. " * 3,
     "Who wrote Faust?",
 ]
-LIMIT = 12  # tokens an answer: 8 questions, 3 releases
+LIMIT = 24  # tokens an answer: 8 questions, 3 releases
 
 
 @pytest.fixture(scope="module")
