@@ -148,21 +148,22 @@ async def user(
     client: httpx.AsyncClient, arm: Arm, asked: list[Prompt], now: Callable[[], tuple[float, str]], until: float
 ) -> None:
     async def one(prompt: Prompt) -> None:
-        receipt, release, text = await ask(client, arm.name, prompt)
-        at, preference = now()
-        arm.live.append((at, true(prompt, text, preference), release))
-        score, check = opinion(arm, prompt, text, preference)
-        report = {"score": score, "references": [receipt], "metadata": {"check": {"scorer": "regex", "answer": check}}}
-        (await client.post("/reef/report", json=report)).raise_for_status()
-        arm.reports += 1
-
-    while (moment := now())[0] < until:
+        began = now()[0]
         try:
-            await asyncio.gather(*(one(arm.draw.choice(asked)) for _ in range(AT_ONCE)))
-            await asyncio.sleep(arm.draw.uniform(*PAUSE))
+            receipt, release, text = await ask(client, arm.name, prompt)
+            at, preference = now()
+            arm.live.append((at, true(prompt, text, preference), release))
+            score, check = opinion(arm, prompt, text, preference)
+            checked = {"scorer": "regex", "answer": check}
+            report = {"score": score, "references": [receipt], "metadata": {"check": checked}}
+            (await client.post("/reef/report", json=report)).raise_for_status()
+            arm.reports += 1
         except (httpx.HTTPError, KeyError, ValueError) as error:
-            arm.failed.append(f"{moment[0]:.0f} s: {error!r}"[:200])
-            await asyncio.sleep(0.5)
+            arm.failed.append(f"{began:.0f} s: {error!r}"[:200])
+
+    while now()[0] < until:
+        await asyncio.gather(*(one(arm.draw.choice(asked)) for _ in range(AT_ONCE)))
+        await asyncio.sleep(arm.draw.uniform(*PAUSE))
 
 
 async def probe(client: httpx.AsyncClient, arm: Arm, kept: list[Prompt], when: str) -> None:

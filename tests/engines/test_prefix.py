@@ -304,7 +304,7 @@ async def test_a_session_of_the_real_model_computes_only_its_new_text() -> None:
             assert usage["prompt_tokens"] > before
             before = usage["prompt_tokens"] + usage["completion_tokens"]
             messages.append({"role": "assistant", "content": (answer.choices or ())[0].text})
-            await asyncio.gather(*(collect(engine, ask(f"{turn} {n}", max_tokens=1)) for n in range(2)))
+            await asyncio.gather(*(collect(engine, ask(f"{turn} {n}", max_tokens=1)) for n in range(3)))
         # A turn's own words and marks are 20 tokens; an answer may be written in other tokens than it was drawn in.
         assert sorted(computed)[:18][-1] <= 24
         assert sum(computed) < 20 * 24 + 40
