@@ -5,7 +5,8 @@
     .venv/bin/python bench/engine.py --write     and make them the baseline
     .venv/bin/python bench/engine.py --busy      the same beside a process that multiplies matrices all the time
     .venv/bin/python bench/engine.py --short     without prompts of 2,000 and 8,000 tokens
-    .venv/bin/python bench/engine.py --peers     in the same rounds transformers, and vLLM's CPU build if .vllm is there
+    .venv/bin/python bench/engine.py --peers     in the same rounds transformers, and vLLM's CPU build if it is there;
+                                                 `--peers vllm vllm-float32` that one alone, in both types
 
 Prompts are different and answered at temperature 1. Decode counts tokens between the moment all answers have begun and
 the moment the first ends. `mixed` answers come from eight releases with a rank-8 LoRA each, two answers of each.
@@ -56,6 +57,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {1: 33.0, 4: 126.0, 16: 334.0}  # decode tokens per second of vLLM's CPU build, AVX-512, a quiet machine
 MIXED = 1.4  # the most that answers over eight LoRAs may cost beside answers without
 PROMPT, LONG = 128, (2000, 8000)
+PEERS = ("transformers", "vllm", "vllm-float32")
 LORAS = [f"lora{number}" for number in range(8)]
 Figures = dict[str, list[float]]
 Times = list[list[float]]  # of each answer: when it was asked for, and when each token came
@@ -278,6 +280,7 @@ def measure(figures: Figures, reef: Reef, others: Sequence[Engine], prompts: Pro
 
     def note(name: str, value: float) -> None:
         figures.setdefault(name, []).append(value)
+        print(f"{name} {value:.2f}", file=sys.stderr)
 
     for count in FLOORS:
         look(figures)
@@ -302,7 +305,7 @@ def measure(figures: Figures, reef: Reef, others: Sequence[Engine], prompts: Pro
     for size in (PROMPT,) if given.short else (PROMPT, *LONG):
         for _ in range(min(given.rounds, 3) if size < LONG[-1] else 2):
             note(f"first_token_of_{size}", first(reef.answers(*prompts.make(1, size), 2)))
-            for other in others:
+            for other in others if size < LONG[-1] else ():
                 note(f"{other.name}_first_token_of_{size}", first(other.answers(*prompts.make(1, size), 2)))
     return look(figures)
 
@@ -311,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--busy", nargs="?", const="multiply", choices=NEIGHBOURS)
-    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="without a name: the first two")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     parser.add_argument("--threads", type=int, help="of the engine; without, what torch takes")
@@ -325,7 +328,7 @@ def main() -> None:
         stack.callback(reef.close)
         figures: Figures = {"ready_seconds": [reef.ready()]}
         try:
-            others = list(peers(model.path, stack)) if given.peers else []
+            others = [] if given.peers is None else list(peers(model.path, stack, given.peers))
             capability = measure(figures, reef, others, Prompts(model), given)
         finally:
             if neighbour is not None:
@@ -337,12 +340,14 @@ def main() -> None:
     report(figures, given, capability)
 
 
-def peers(folder: Path, stack: contextlib.ExitStack) -> Iterator[Engine]:
-    yield stack.enter_context(Transformers(folder))
-    if Vllm.python(ROOT).exists():
-        yield stack.enter_context(Vllm(ROOT, folder))
-    else:
-        print(f"without vLLM: there is no {Vllm.python(ROOT)} (`make vllm` installs it)")
+def peers(folder: Path, stack: contextlib.ExitStack, chosen: Sequence[str]) -> Iterator[Engine]:
+    for name in chosen or PEERS[:2]:
+        if name == "transformers":
+            yield stack.enter_context(Transformers(folder))
+        elif Vllm.python(ROOT).exists():
+            yield stack.enter_context(Vllm(ROOT, folder, "float32" if name.endswith("float32") else "bfloat16"))
+        else:
+            print(f"without vLLM: there is no {Vllm.python(ROOT)} (`make vllm` installs it)")
 
 
 def report(figures: Figures, given: argparse.Namespace, capability: str) -> None:
@@ -364,8 +369,13 @@ def report(figures: Figures, given: argparse.Namespace, capability: str) -> None
             f"{'' if known is None else format(known, '.3f'):>9} {'' if floor is None else format(floor, 'g'):>7}"
         )
     if given.write:
-        machine = {"machine": platform.machine(), "capability": capability, "cpus": os.cpu_count()}
-        machine |= {"load": round(load, 1), "busy": given.busy}
+        machine = {
+            "machine": platform.machine(),
+            "capability": capability,
+            "cpus": os.cpu_count(),
+            "load": round(load, 1),
+        }
+        machine |= {"busy": given.busy, "peers": given.peers}
         settings = {"dtype": given.dtype, "threads": given.threads, "rounds": given.rounds, "tokens": given.tokens}
         path.write_text(json.dumps({"settings": {**machine, **settings}, "figures": summary}, indent=2) + "\n")
 

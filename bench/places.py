@@ -87,13 +87,15 @@ def nothing(folder: Path) -> Iterator[str]:
 def vllm(folder: Path) -> Iterator[str]:
     """A vLLM server on the embedded model, which takes LoRAs while it runs."""
     from reef.engines.local.folder import prepare
+    from reef.engines.local.model import native
 
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = [
         *("--model", str(prepare("smollm2-135m").path), "--served-model-name", "base"),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--enforce-eager"),
+        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
+        *("--dtype", str(native()).removeprefix("torch.")),  # as the embedded engine computes on this processor
         *("--max-model-len", "1024", "--max-num-seqs", "32", "--generation-config", "vllm"),
         *("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--max-lora-rank", "16"),
         *("--logprobs-mode", "processed_logprobs"),
@@ -195,7 +197,8 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
             label = f"{found['engine']}, {found['trainer']}: {found['seconds'] / steps:.0f} s a step"
             panel.plot(*zip(*found["rewards"], strict=True), color=COLOURS[name], linewidth=0.8, alpha=0.45)
             panel.plot(
-                *zip(*found["curve"], strict=True), color=COLOURS[name], linewidth=2.0, marker="o", markersize=4,
+                *zip(*found["curve"], strict=True), color=COLOURS[name], marker="o", markersize=4,
+                linewidth=6.0 if name == "local" else 2.0,  # where curves are one, both are seen
                 label=label,
             )  # fmt: skip
         panel.plot([], [], color=INK, linewidth=0.8, alpha=0.45, label="thin: while training")

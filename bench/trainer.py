@@ -58,8 +58,8 @@ BASELINE = Path(__file__).with_suffix(".json")
 PEER = ROOT / ".bench-peers" / "trl"
 PACKAGES = ("trl==1.16.0", "peft==0.21.2", "transformers==5.24.0")
 CASES = ((8, 256), (8, 128))
-KINDS = tuple((kind, dtype) for kind in ("lora", "full") for dtype in ("bfloat16", "float32"))
-PEERS = (("bfloat16", (8, 256)), ("bfloat16", (8, 128)), ("float32", (8, 256)))
+DTYPES = ("bfloat16", "float32")
+KINDS = tuple((kind, dtype) for kind in ("lora", "full") for dtype in DTYPES)
 STRETCH = 8.0  # seconds of serving in one turn
 CLIENTS, ANSWER = 4, 64
 
@@ -163,7 +163,9 @@ def setup() -> None:
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
 
 
-def beside(model: ModelFolder, folder: Path, rounds: int, loss: str, checkpoint: bool) -> dict[str, Any]:
+def beside(
+    model: ModelFolder, folder: Path, rounds: int, loss: str, checkpoint: bool, dtypes: Sequence[str]
+) -> dict[str, Any]:
     """Reef and the peer in turns on the same sequences; ratios are taken round by round."""
     python = PEER / "bin" / "python"
     if not python.exists():
@@ -172,7 +174,7 @@ def beside(model: ModelFolder, folder: Path, rounds: int, loss: str, checkpoint:
     command = [str(python), str(ROOT / "bench" / "peers" / "tuned.py"), str(model.path)]
     print(f"{'':24}{'Reef s':28}{'TRL s':28}{'times faster':26}Reef whole s", flush=True)
     with pupil(folder) as reef, worker(command, folder, "trl") as trl:
-        for dtype, (count, length) in PEERS:
+        for dtype, (count, length) in itertools.product(dtypes, CASES):
             batch = {"tokens": sequences(model, count, length), "prompt": length // 2, "loss": loss, "dtype": dtype}
             mine, theirs = [], []
             for _ in range(rounds + 1):  # the first round warms up
@@ -282,6 +284,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--serving", action="store_true")
     parser.add_argument("--loss", choices=("grpo", "sft"), default="grpo", help="of --peers")
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES, help="of --peers")
     parser.add_argument("--checkpointing", action="store_true", help="TRL's default: it recomputes activations")
     parser.add_argument("--rounds", type=int, default=0, help="3 alone, 5 beside TRL and in serving")
     parser.add_argument("--note", default="", help="what else the machine did, kept with the figures")
@@ -293,7 +296,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         if given.peers:
             name = f"peers {given.loss}" + (", checkpointing" if given.checkpointing else "")
-            figures = beside(model, Path(place), given.rounds or 5, given.loss, given.checkpointing)
+            figures = beside(model, Path(place), given.rounds or 5, given.loss, given.checkpointing, given.dtype)
         elif given.serving:
             name, figures = "serving", served(model, Path(place), given.rounds or 5)
         else:

@@ -24,9 +24,9 @@ START = 300.0  # seconds until it must answer
 
 
 class Vllm:
-    name = "vllm"
-
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, dtype: str = "bfloat16") -> None:
+        self.name = "vllm" if dtype == "bfloat16" else f"vllm_{dtype}"
+        self._dtype = dtype
         self._python, self._folder, self._seeds = self.python(root), folder, itertools.count()
 
     @staticmethod
@@ -37,8 +37,19 @@ class Vllm:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
-        arguments = ["--model", str(self._folder), "--served-model-name", "m", "--enforce-eager", "--dtype", "bfloat16"]
-        place = ["--host", "127.0.0.1", "--port", str(self._port), "--max-num-seqs", "16", "--max-model-len", "8192"]
+        arguments = ["--model", str(self._folder), "--served-model-name", "m", "--enforce-eager"]
+        place = [
+            "--dtype",
+            self._dtype,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self._port),
+            "--max-num-seqs",
+            "16",
+            "--max-model-len",
+            "8192",
+        ]
         self._log = tempfile.TemporaryFile()  # closed with the server
         self._process = subprocess.Popen(
             [str(self._python), "-m", "vllm.entrypoints.openai.api_server", *arguments, *place],
