@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,16 @@ def advice(error: OSError) -> str:
     if error.errno in _BARRED:
         return "let the server's user write there (owner and rights) and try again"
     return "check its disk space, its rights and the disk, and try again"
+
+
+def full(error: BaseException) -> OSError | None:
+    """The full disk (or quota, or largest file) behind an error. Libraries in Rust tell it in words alone."""
+    if not isinstance(error, OSError):
+        if (said := re.search(r"\bos error (\d+)", str(error))) is None:
+            return None
+        number = int(said[1])
+        error = OSError(number, os.strerror(number))
+    return error if error.errno in _FULL else None
 
 
 def create(path: Path) -> IO[bytes]:

@@ -48,16 +48,32 @@ def unfit(training: Path, recipe: Recipe, head: Release, line: Line) -> str | No
     train = getattr(recipe, "train", None)
     if line.part != "weights" or train not in TRAINS:
         return None
-    kind, where = head.parts["weights"].kind, f"release {head.seq}"
+    kind, meta, where = head.parts["weights"].kind, head.parts["weights"].meta, f"release {head.seq}"
     if line.step > line.base_step:
-        state = folder.read(folder.path(training, head.scenario, line.part, line.name, line.step))
-        kind, where = state.kind if state is not None else train, f"line {line.name}, which is not decided,"
-    if kind in (train, "base"):
+        place = folder.path(training, head.scenario, line.part, line.name, line.step)
+        state, where = folder.read(place), f"line {line.name}, which is not decided,"
+        kind, meta = state.kind if state is not None else train, {}
+        if state is not None and state.files:
+            _, _, meta = folder.part_files(place, check=False)
+    if kind == "base":
         return None
+    if kind == train:
+        has = {name: meta[name] for name in ("rank", "alpha") if meta.get(name) is not None}
+        wants = {name: getattr(recipe, name, one) for name, one in has.items()}
+        if has == wants:
+            return None
+        return (
+            f"{where} has a LoRA of {_sizes(has)} and the recipe says {_sizes(wants)}, so reports wait: set them back, "
+            "or roll back to the base (reef rollback 0)"
+        )
     return (
         f"{where} has {TRAINS.get(kind, kind)} and the recipe trains {TRAINS[train]}, so reports wait: set train: "
         f"{kind}, or roll back to the base (reef rollback 0)"
     )
+
+
+def _sizes(found: Mapping[str, Any]) -> str:
+    return " and ".join(f"{name} {value:g}" for name, value in found.items())
 
 
 def order(binding: Binding, batch: Batch | None, line: Line, cursor: int, ask: Ask | None = None) -> Order:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from reef.core.disk import advice, sha256, sync
+from reef.core.disk import advice, full, sha256, sync
 from reef.core.errors import StoreError, TrainError
 from reef.core.failpoint import failpoint
 from reef.core.wire import Step, Stepped
@@ -186,14 +186,13 @@ def write(
         sync(draft)
         failpoint("trainers.after_write")
         os.rename(draft, target)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
+        if (failed := error if isinstance(error, OSError) else full(error)) is None:
+            raise
         if target.exists() and (already := answered(training, order)) is not None:
             return already
-        raise StoreError(f"cannot write {target}: {error.strerror or error}; {advice(error)}") from None
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        raise StoreError(f"cannot write {target}: {failed.strerror or failed}; {advice(failed)}") from None
     failpoint("trainers.after_rename")
     try:
         sync(target.parent)

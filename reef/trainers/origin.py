@@ -24,6 +24,10 @@ from reef.trainers import folder
 log = logging.getLogger(__name__)
 
 
+STATE = ("optimizer.safetensors", "modules.safetensors")
+"""What a step of the backends `local` and `ray` keeps for the next one beside the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The working copy at `order.step - 1`. `kept` is the step folder whose optimizer and modules belong to `source`;
@@ -32,6 +36,12 @@ class Origin:
     source: WeightFiles
     kept: Path | None = None
     cold: bool = False
+
+    def own(self) -> Origin:
+        """The same for `local` and `ray`: a step of another backend keeps its optimizer elsewhere."""
+        if self.kept is None or all((self.kept / name).is_file() for name in STATE):
+            return self
+        return Origin(self.source, cold=True)
 
 
 def find(training: Path, order: Step, resolve: Resolver, digest: str | None) -> Origin:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reef.core import rpc
+from reef.core.disk import advice, full
 from reef.core.errors import ReefError, StoreError, TrainError, WireError
 from reef.core.load import load
 from reef.core.wire import Message, Ping, Pong, Progress, Step, Stepped
@@ -129,8 +129,8 @@ class Server:
             raise
         except Exception as error:
             log.error("step %d of line %s failed", order.step, order.line, exc_info=error)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StoreError(f"a step cannot be written ({error.strerror}); free some space") from error
+            if (no_room := full(error)) is not None:
+                raise StoreError(f"a step cannot be written ({no_room.strerror}); {advice(no_room)}") from error
             raise TrainError(f"{type(error).__name__}: {error}") from error
         finally:
             _trim()

@@ -76,6 +76,8 @@ def test_shards_are_one_model(tmp_path: Path, cache: Path) -> None:
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
         ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "relu"}, "runs silu"),
+        ({"hidden_size": None}, "damaged"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
     ],

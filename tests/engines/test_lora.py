@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from reef.core.errors import EngineError, MissingError
+from reef.core.errors import BusyError, EngineError, MissingError
 from reef.engines import WeightFiles
 from reef.engines.local.layout import LAYER_LINEARS, Layout, linear_path, weight_files
 from reef.engines.local.lora import _PATIENCE, NAMES, Alone, Lora, Mixer, Shelf, load_lora
@@ -337,7 +337,7 @@ async def test_full_weights_never_exceed_the_limit_and_wait_for_room(
     assert most == 2
     monkeypatch.setattr("reef.engines.local.lora.ROOM", 0.05)
     held = await shelf.take("f3")
-    with pytest.raises(EngineError, match="2 releases with full weights are in memory and all of them in use"):
+    with pytest.raises(BusyError, match="2 releases with full weights are in memory and all of them in use"):
         await shelf.take("f4")
     shelf.give(held)
     assert (await shelf.take("f4")).kind == "full"

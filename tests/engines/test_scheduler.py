@@ -247,6 +247,25 @@ def test_a_failed_step_fails_its_jobs_only(rig: Rig) -> None:
     assert rig.tokens(again) == rig.tokens(fine)
 
 
+def test_a_rating_that_ended_in_a_step_that_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rating = Job([5] * 9, rig.base, 0, lambda event: None, start=1)
+    drawing = rig.job([6] * 9)
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("reef.engines.local.scheduler.sample", fails)
+        rig.submit(rating, drawing)
+        rig.step()
+    told = {id(job): type(event) for job, event in rig.events}
+    assert told == {id(rating): Scored, id(drawing): Failed}
+    again = rig.job([6] * 9)
+    rig.submit(again)
+    rig.finish()
+    assert rig.reason(again)
+
+
 def test_what_is_not_finite_leaves_the_slot_with_its_job(tiny: Path) -> None:
     """Keys that are hidden are weighed with zero, and zero times infinity would reach the next answer in the slot."""
     rig, fresh = Rig(tiny, slots=2), Rig(tiny, slots=2)
@@ -260,6 +279,28 @@ def test_what_is_not_finite_leaves_the_slot_with_its_job(tiny: Path) -> None:
     said = []
     for one in (rig, fresh):
         pair = [one.job([6] * 9, 12, 1), one.job([7] * 80, 12, 2)]  # side by side, the short one sees 80 keys, hidden
+        one.submit(*pair)
+        one.finish()
+        said.append([one.tokens(job) for job in pair])
+    assert said[0] == said[1]
+    assert all(said[0])
+
+
+def test_half_a_prompt_that_is_not_finite_leaves_the_slot(tiny: Path) -> None:
+    """A client that goes in the middle of its prompt: no token was drawn that would have shown it."""
+    rig, fresh = Rig(tiny, slots=2), Rig(tiny, slots=2)
+    layers = [dataclasses.replace(layer, qkv=lambda x, run=layer.qkv: run(x) / 0) for layer in rig.base.weights.layers]
+    weights = dataclasses.replace(rig.base.weights, layers=tuple(layers))
+    broken = rig.job([5] * 300)
+    broken.resident = Resident("broken", "full", weights, source=files("broken"))
+    rig.submit(broken)
+    rig.step()
+    assert 0 < broken.done < 300
+    rig.scheduler.cancel(broken)
+    rig.step()
+    said = []
+    for one in (rig, fresh):
+        pair = [one.job([6] * 9, 12, 1), one.job([7] * 80, 12, 2)]
         one.submit(*pair)
         one.finish()
         said.append([one.tokens(job) for job in pair])

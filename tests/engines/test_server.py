@@ -81,7 +81,7 @@ async def test_the_real_model_is_ready_soon() -> None:
     assert ready < 15  # quiet: about 2.5 s; this bound only catches a return of heavy imports on a busy machine
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"slots": 0}, {"share": 0.0}, {"context": -1}])
+@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"slots": 0}, {"share": 0.0}, {"context": -1}, {"threads": 0}])
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         Options(**wrong)  # type: ignore[arg-type]

@@ -740,6 +740,29 @@ async def test_a_recipe_that_does_not_fit_the_head_takes_no_units(world: World) 
     assert (shown["state"], shown["error"], shown["trained"]) == ("waiting", None, 4)
 
 
+@dataclass(frozen=True, slots=True)
+class Sized(Small):
+    rank: int = 8
+    alpha: float = 16.0
+
+
+async def test_a_lora_of_another_size_takes_no_units(world: World) -> None:
+    meta = {"kind": "lora", "rank": 8, "alpha": 16.0}
+    draft = Draft("publish", {"weights": NewPart("lora", {"weights.json": b"{}"}, meta)}, step=1)
+    world.chain.publish(NAME, draft, world.head.id)
+    world.recipes = {"weights": Sized(rank=4)}
+    await world.say(2)
+    assert await world.settle() == 0
+    assert world.works["weights"].shown()["error"] == (
+        "release 1 has a LoRA of rank 8 and alpha 16 and the recipe says rank 4 and alpha 16, so reports wait: set "
+        "them back, or roll back to the base (reef rollback 0)"
+    )
+    assert world.ledger.fates(NAME, "weights") == {}
+    world.recipes, world.works = {"weights": Sized()}, {}
+    await world.settle()
+    assert world.ledger.fates(NAME, "weights") == {"trained": 2}
+
+
 async def test_full_weights_do_not_go_on_from_a_lora(world: World) -> None:
     world.recipes = {"weights": Small()}
     await world.say(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reef.core.errors import DigestError, MissingError, TrainError
+from reef.core.errors import DigestError, MissingError, StoreError, TrainError
 from reef.core.wire import Datum, Step, Stepped
 from reef.engines import Resolver, WeightFiles
 from reef.trainers import folder
@@ -164,6 +165,50 @@ def test_a_new_line_without_kept_state_warms_up(
     state = part(fresh, "optimizer.safetensors")
     assert (int(state["policy.count"]), int(state["policy.warmup"])) == (1, 3)
     assert 0 < largest(part(fresh, name), part(first, name)) < largest(part(kept, name), part(first, name))
+
+
+@pytest.mark.parametrize("line", ["one", "two"])
+def test_a_step_of_another_backend_is_gone_on_from(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver, line: str
+) -> None:
+    """Its weights alone are here: the optimizer is where it was made."""
+    first = advance(model, tmp_path, order(1), base)
+    files = {name: path.read_bytes() for name, path in resolver(first)("r1").files.items()}
+    weights = (Path(first.folder) / "weights.json").read_bytes()
+    shutil.rmtree(first.folder)
+    files |= {"weights.json": weights, "remote.json": b"{}"}
+    folder.write(tmp_path, order(1), "lora", files, {})
+    start = {} if line == "one" else {"line": line, "base_release": "r1", "base_step": 1}
+    done = advance(model, tmp_path, order(2, **start), resolver(first))
+    state = part(done, "optimizer.safetensors")
+    assert (int(state["policy.count"]), int(state["policy.warmup"])) == (1, 3)
+    assert largest(part(done), part(first)) > 0
+
+
+def test_a_recipe_with_a_critic_goes_on_from_one_without(
+    model: Llama, tmp_path: Path, order: Make, base: Resolver
+) -> None:
+    """The policy's optimizer is taken over, the critic begins anew."""
+    options = {"rank": 2, "alpha": 4.0, "learning_rate": 1e-3, "seed": 0, "epochs": 1, "kl": 0.0}
+    first = advance(model, tmp_path, order(1, objective="recipes.sft.loss:SFT", options=options), base)
+    start = {"line": "two", "base_release": "r1", "base_step": 1}
+    done = advance(model, tmp_path, order(2, **start), resolver(first))
+    state = part(done, "optimizer.safetensors")
+    assert int(state["policy.count"]) == 2
+    assert int(state["critic.count"]) == 2  # as often as a first step has it: `critic_steps`
+
+
+@pytest.mark.parametrize("rank", [2, 0])
+def test_a_full_disk_is_no_batchs_fault(model: Llama, tmp_path: Path, order: Make, base: Resolver, rank: int) -> None:
+    wanted = order(1, options=order().options | {"rank": rank})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        with pytest.raises(StoreError, match="free some disk space"):
+            advance(model, tmp_path, wanted, base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not advance(model, tmp_path, wanted, base).reused
 
 
 @pytest.mark.parametrize("rank", [2, 0])

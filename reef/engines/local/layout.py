@@ -111,6 +111,8 @@ def read_layout(folder: Path) -> Layout:
         raise InputError(f"{folder} holds quantized weights; use the unquantized model", param="model")
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise InputError(f"{folder} has biases in its linears, which the embedded engine does not run", param="model")
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise InputError(f"{folder} has {act} between its linears; the embedded engine runs silu", param="model")
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         return Layout(
@@ -129,6 +131,10 @@ def read_layout(folder: Path) -> Layout:
         )
     except KeyError as error:
         raise InputError(f"{folder / 'config.json'} has no {error}; fetch the model again", param="model") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(
+            f"{folder / 'config.json'} is damaged ({error}); fetch the model again", param="model"
+        ) from None
 
 
 def _rope(config: dict[str, Any], folder: Path) -> Rope:

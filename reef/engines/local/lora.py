@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from reef.core.errors import EngineError, ReefError
+from reef.core.errors import BusyError, EngineError, ReefError
 from reef.core.nouns import Part
 from reef.engines import Resolver, WeightFiles
 from reef.engines.local.broadcast.held import Held
@@ -424,7 +424,7 @@ class Shelf:
             )
 
     async def _room(self) -> None:
-        """Make room for one more set of full weights; when all are in use, wait for one to be free. EngineError."""
+        """Make room for one more set of full weights; when all are in use, wait for one to be free. BusyError."""
         limit = self._limits["full"]
         try:
             async with asyncio.timeout(ROOM):
@@ -432,7 +432,7 @@ class Shelf:
                     self._freed.clear()
                     await self._freed.wait()
         except TimeoutError:
-            raise EngineError(
+            raise BusyError(
                 f"{limit} releases with full weights are in memory and all of them in use; ask again, or allow the "
                 "engine more (its option `full`)"
             ) from None

@@ -178,6 +178,10 @@ class Cache:
         self.whole[:, :, target, :, :length] = self.whole[:, :, source, :, :length]
         self.stamps[target] += 1
 
+    def finite(self, slot: int, length: int) -> bool:
+        """Whether all that a slot's first tokens left is finite."""
+        return bool(torch.isfinite(self.whole[:, :, slot, :, :length]).all())
+
     def clear(self, slot: int, length: int) -> None:
         """Forget what is not finite: masked keys are weighed with zero, and zero times that would not be zero."""
         self.whole[:, :, slot, :, :length] = 0

@@ -16,7 +16,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -186,7 +188,12 @@ class Scheduler:
     def _loop(self) -> None:
         while not self._stopping:
             self._receive(block=not self._running and not self._waiting)
-            self.step()
+            try:
+                self.step()
+            except BaseException:  # also what libraries in Rust raise when they panic
+                log.critical("the model's thread failed; the process ends, and is started anew", exc_info=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def _receive(self, *, block: bool) -> None:
         while True:
@@ -202,7 +209,7 @@ class Scheduler:
         """Drop, admit, compute, tell. One pass of the model over everything that is running, per weight set."""
         self._drop()
         self._admit()
-        live = any(job.priority == 0 for job in self._running)
+        live = any(job.priority <= 0 for job in self._running)
         lower = any(job.priority > 0 for job in self._running)
         both = live and lower and self._owed >= 0 and math.isfinite(self._alone) and self._together < MEASURE
         began = self._clock()
@@ -211,7 +218,7 @@ class Scheduler:
                 self._compute(jobs)
             except Exception as error:  # out of memory, a bug: these jobs fail, the engine goes on
                 log.exception("a step of %d jobs failed", len(jobs))
-                for job, _ in jobs:
+                for job in [job for job, _ in jobs if not job.over]:  # a rating may be done before a draw fails
                     self._end(job, Failed(EngineError(f"the engine failed: {type(error).__name__}: {error}")))
         if live and lower:
             self._account(self._clock() - began, both)
@@ -235,6 +242,8 @@ class Scheduler:
 
     def _drop(self) -> None:
         for job in [job for job in self._running if job.cancelled]:
+            if job.done < len(job.ids) and not self._model.cache.finite(job.slot, job.done):
+                self._forget(job)  # half a prompt, whose first token would have shown it
             self._leave(job)
         self._waiting = [job for job in self._waiting if not job.cancelled]
 
@@ -301,10 +310,14 @@ class Scheduler:
 
     def _end(self, job: Job, event: Event) -> None:
         if isinstance(event, Failed) or (isinstance(event, Scored) and not math.isfinite(sum(event.logprobs))):
-            self._slots[job.slot].length = 0  # what is not finite must not reach the next one in this slot
-            self._model.cache.clear(job.slot, len(job.ids))
+            self._forget(job)
         self._leave(job)
         self._events.append((job, event))
+
+    def _forget(self, job: Job) -> None:
+        """What is not finite must not reach the next one in a job's slot."""
+        self._slots[job.slot].length = 0
+        self._model.cache.clear(job.slot, len(job.ids))
 
     # --- what a step computes -----------------------------------------------------------------------------------------
 
@@ -312,7 +325,7 @@ class Scheduler:
         """(job, number of tokens) for this step, by weight set: decode rows by length, then prompt chunks.
 
         Without `lower`, live jobs only."""
-        running = [job for job in self._running if lower or job.priority == 0]
+        running = [job for job in self._running if lower or job.priority <= 0]
         decode = [job for job in running if job.left == 1 and not job.rating]
         decode.sort(key=lambda job: (job.done, job.slot))
         plan = [(job, 1) for job in decode]
@@ -320,7 +333,7 @@ class Scheduler:
         # A few answers can wait a little longer for many prompts; many answers are not held up for a few prompts.
         budget = min(IDLE, BUSY * max(1, len(chunks) // len(decode))) if decode else IDLE
         # What is not live gets short steps: a live request that comes now must not find a long one under way.
-        rest = BUSY // 2 if any(job.priority == 0 for job in running) else BUSY
+        rest = BUSY // 2 if any(job.priority <= 0 for job in running) else BUSY
         for job in sorted(chunks, key=lambda job: (job.priority, job.order)):
             count = min(job.left, CHUNK - job.done % CHUNK)
             if count > budget:

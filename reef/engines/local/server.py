@@ -47,6 +47,8 @@ class Options:
         for name in ("slots", "context", "loras", "full", "queue", "max_tokens", "arrival_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", param=name)
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError("threads must be at least 1; left out, torch takes what the machine has", param="threads")
         if not 0 < self.share <= 1:
             raise ConfigError("share must be above 0 and at most 1", param="share")
 

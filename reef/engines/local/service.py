@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 ENCODERS = 2  # long prompts that are made into tokens at once; others wait, and are not begun once their client left
 FORMS = 64  # new forms of answers that wait to be compiled; a queue of hostile ones must not be long
+PROBE = 60.0  # seconds in which a release that was loaded must give a token
 COUNTED = 1 << 18  # characters of a prompt that are made into tokens only to be counted
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,15 @@ class Service:
                 f"this model's context is {self._context} tokens; these are {len(chat.messages)} messages. Send fewer",
                 param="messages",
             )
-        return chat, self._text.fit(self._text.render(chat.messages, chat.tools), self._context)
+        prompt = self._text.fit(self._text.render(chat.messages, chat.tools), self._context)
+        if not prompt:
+            raise InputError("the model's chat template makes no tokens of these messages", param="messages")
+        if max(prompt) >= self._vocab:  # a token that was added to the tokenizer and not to the weights
+            raise InputError(
+                f"a message makes token {max(prompt)}, which the tokenizer has and the model has not; leave it out",
+                param="messages",
+            )
+        return chat, prompt
 
     async def _count(self, message: wire.Count) -> wire.Message:
         if len(message.body) < LONG:
@@ -249,13 +258,22 @@ class Service:
         return wire.Loaded(release_id=message.release_id, seconds=seconds, resident=self._shelf.ids())
 
     async def _probe(self, resident: Resident) -> None:
-        """One token through the weights, ahead of evaluations: what is loaded answers. EngineError when it does not."""
+        """One token through the weights, ahead of all that waits: what is loaded answers. EngineError when it does
+        not; BusyError when long answers left it no slot."""
         future: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        job = Job([0, 1], resident, 0, _into(future), start=1)
+        job = Job([0, 1], resident, -1, _into(future), start=1)
         try:
             self._scheduler.submit([job])
-            if not math.isfinite(sum(await future)):
+            async with asyncio.timeout(PROBE):
+                found = await future
+            if not math.isfinite(sum(found)):
                 raise EngineError(f"release {resident.release_id} gives values that are not finite")
+        except TimeoutError:
+            if job.slot < 0:
+                raise BusyError(
+                    f"no answer ended within {PROBE:g} s, so all slots are taken; try again later"
+                ) from None
+            raise EngineError(f"release {resident.release_id} gave no token within {PROBE:g} s") from None
         finally:
             self._scheduler.cancel(job)
 

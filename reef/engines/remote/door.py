@@ -19,6 +19,7 @@ from reef.engines.http import Broken, Client, Response, Unreachable
 from reef.engines.remote import Down
 
 MAX_BODY = 64 * 1024 * 1024  # bytes of an answer that is not streamed
+_PATIENT = 86400.0  # seconds; each call has a limit of its own
 _PATH = "/%:@!$&'()*+,;=~?"
 
 
@@ -39,6 +40,7 @@ class Door:
         if key:
             self._fixed["authorization"] = f"Bearer {key}"
         self._client = Client(url, connect=connect, idle=idle)
+        self._calls = Client(url, connect=connect, idle=_PATIENT)  # a reload sends nothing until it is done
 
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 30.0
@@ -47,7 +49,7 @@ class Door:
         data = b"" if body is None else orjson.dumps(body)
         try:
             async with asyncio.timeout(seconds):
-                response = await self._send(method, path, data, stream=False)
+                response = await self._send(self._calls, method, path, data)
                 try:
                     answer = await self.read(response)
                 finally:
@@ -66,7 +68,7 @@ class Door:
     async def ask(self, path: str, body: bytes, *, stream: bool) -> Response:
         """The head of an answer, whatever its status; the caller closes it. Down."""
         try:
-            return await self._send("POST", path, body, stream=stream)
+            return await self._send(self._client, "POST", path, body, stream=stream)
         except TimeoutError:
             raise Down(f"{self.url} did not begin an answer in time; raise the engine's idle limit if it may") from None
 
@@ -96,12 +98,13 @@ class Door:
 
     async def close(self) -> None:
         self._client.close()
+        self._calls.close()
         await asyncio.sleep(0)  # in which the connections go
 
-    async def _send(self, method: str, path: str, body: bytes, *, stream: bool) -> Response:
+    async def _send(self, client: Client, method: str, path: str, body: bytes, *, stream: bool = False) -> Response:
         fixed = self._fixed | {"accept": "text/event-stream" if stream else "application/json"}
         try:
-            return await self._client.send(self._client.head(method, self._path + path, fixed), body)
+            return await client.send(client.head(method, self._path + path, fixed), body)
         except Unreachable as error:
             why = "refused the connection; is it running?" if error.kind == "ConnectionRefusedError" else error.kind
             raise Down(f"{self.url} cannot be reached: {why}") from None

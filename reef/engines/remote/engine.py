@@ -99,13 +99,14 @@ class RemoteEngine:
                         raise
                 except Lost:
                     host.forget(want)
-                    if lost:
+                    if lost or begun:
                         raise
                     lost = True
 
     async def load(self, release_id: str) -> None:
         want, found = await self._find(release_id)
         everywhere = want.full == "" if self._everywhere is None else self._everywhere
+        self._pool.pardon(want)
         try:
             async with asyncio.timeout(self._patience):
                 await self._pool.spread(want, found, everywhere=everywhere)

@@ -100,6 +100,10 @@ class Host:
         at, error = self._failed.get(want, (float("-inf"), None))
         return error if time.monotonic() - at < OUT else None
 
+    def pardon(self, want: Want) -> None:
+        """Let it try these weights again."""
+        self._failed.pop(want, None)
+
     def refuse(self, want: Want, error: EngineError) -> None:
         log.warning("%s", error.message)
         self._failed[want] = time.monotonic(), error
@@ -227,6 +231,7 @@ class Host:
         finally:
             self._looked = float("-inf")
         self._told(want.full[:12] or "the base", begun)
+        await asyncio.to_thread(self._shelf.sweep)
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -404,6 +409,11 @@ class Pool:
             if len(failures) == len(done):
                 raise failures[0]
             log.warning("%d of %d servers of %s took a release", len(done) - len(failures), len(done), self._name)
+
+    def pardon(self, want: Want) -> None:
+        """An order to load is tried again at once; an answer is not, where a server just failed."""
+        for host in self.hosts:
+            host.pardon(want)
 
     async def close(self) -> None:
         for task in self._following:

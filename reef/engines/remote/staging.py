@@ -23,8 +23,8 @@ from pathlib import Path
 
 import orjson
 
-from reef.core.disk import advice, sync
-from reef.core.errors import EngineError, InputError
+from reef.core.disk import advice, full, sync
+from reef.core.errors import EngineError, InputError, StoreError
 from reef.engines import WeightFiles
 from reef.engines.local.layout import tensor_shapes, weight_files
 from reef.engines.remote import Away, Want
@@ -70,7 +70,8 @@ class Shelf:
         raise EngineError(f"release {release_id} has weights of kind {found.kind!r}; servers take base, lora and full")
 
     def stage(self, want: Want, found: WeightFiles) -> Path:
-        """The folder of an adapter or a set of weights, made when it is not there."""
+        """The folder of an adapter or a set of weights, made when it is not there. StoreError when the disk is full,
+        which is neither a server's fault nor the weights'."""
         name = want.lora or want.full
         folder = self.place / name
         if folder.is_dir():
@@ -83,7 +84,8 @@ class Shelf:
                 if not folder.is_dir():
                     self._make(folder, want, found)
         except OSError as error:
-            raise EngineError(f"cannot write {folder} ({error.strerror}); {advice(error)}") from None
+            kind = EngineError if full(error) is None else StoreError
+            raise kind(f"cannot write {folder} ({error.strerror}); {advice(error)}") from None
         return folder
 
     def sweep(self) -> None:
@@ -119,19 +121,28 @@ class Shelf:
         temp = self.place / f".{folder.name}.partial"
         shutil.rmtree(temp, ignore_errors=True)
         temp.mkdir()
+        try:
+            self._fill(temp, want, found)
+            sync(temp)
+            temp.rename(folder)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+        sync(self.place)
+
+    def _fill(self, temp: Path, want: Want, found: WeightFiles) -> None:
         if want.lora is not None:
             for name in ADAPTER:
                 _link(found.files[name], temp / name)
+            return
+        for path in self._away.folder.iterdir():
+            if path.is_file() and path.suffix in _SIDE and not path.name.endswith(".index.json"):
+                _link(path, temp / path.name)
+        # Servers may have an output layer of its own where the base has none: to all others it is one tensor more.
+        if tied(self._away.folder) and head(found.files[FULL], temp / FULL):
+            sync(temp / FULL)
         else:
-            for path in self._away.folder.iterdir():
-                if path.is_file() and path.suffix in _SIDE and not path.name.endswith(".index.json"):
-                    _link(path, temp / path.name)
-            # Servers may have an output layer of its own where the base has none: to all others it is one tensor more.
-            if not (tied(self._away.folder) and head(found.files[FULL], temp / FULL)):
-                _link(found.files[FULL], temp / FULL)
-        sync(temp)
-        temp.rename(folder)
-        sync(self.place)
+            _link(found.files[FULL], temp / FULL)
 
     def _content(self, path: Path) -> str:
         """A name for a file's content. Large files of the chain lie under their own digest."""

@@ -157,7 +157,7 @@ def advance(
     if objective.plan.teacher is not None:
         teacher()  # what nobody can learn from is found before the work begins
     team = Alone()
-    working = open_working(model, objective, origin.find(training, order, resolve, digest), team)
+    working = open_working(model, objective, origin.find(training, order, resolve, digest).own(), team)
     left_out: list[str] = []
     batch = build(order.data, kept.known(), tokens=micro_tokens, left_out=left_out)
     metrics = {"left_out": float(len(left_out))} | learn(working, objective, batch, teacher, model, team, report)

@@ -10,6 +10,7 @@ Does not know: batches, losses, the training folder.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ BETAS = (0.5, 0.9)
 
 Saver = Callable[[Mapping[str, Tensor]], folder.Content]
 """Tensors by name as the content of a safetensors file."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
@@ -151,15 +155,18 @@ def _full(model: Llama, source: WeightFiles) -> Mapping[str, Tensor]:
 
 
 def _restore(working: Working, kept: Mapping[str, Tensor], modules: Mapping[str, Tensor]) -> None:
-    """Optimizers and modules as a step left them."""
+    """Optimizers and modules as a step left them. A module that the step did not have, or another of that name (the
+    recipe was changed), begins anew."""
     working.policy.restore(_under("policy.", kept))
-    for name, optimizer in working.optimizers.items():
-        optimizer.restore(_under(f"{name}.", kept))
     for name, module in working.modules.items():
-        try:
-            module.load_state_dict(_under(f"{name}.", modules))
-        except RuntimeError as error:
-            raise TrainError(f"the kept {name} does not fit the recipe's ({error}); start a new line") from None
+        state, fresh = _under(f"{name}.", modules), module.state_dict()
+        if {key: one.shape for key, one in state.items()} != {key: one.shape for key, one in fresh.items()}:
+            log.warning("the recipe's %s begins anew: the step before had none or another", name)
+            continue
+        module.load_state_dict(state)
+        adam = _under(f"{name}.", kept)
+        if name in working.optimizers and adam:
+            working.optimizers[name].restore(adam)
 
 
 def saved(tensors: Mapping[str, Tensor]) -> folder.Content:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from reef.core.errors import BY_NAME, TrainError, WireError
+from reef.core.disk import advice, full
+from reef.core.errors import BY_NAME, StoreError, TrainError, WireError
 from reef.trainers import Report
 from reef.trainers.ray import Options
 from reef.trainers.ray.cluster import Cluster, threads
@@ -67,8 +68,12 @@ class Group:
                     for offset in range(0, max(1, file.size), CHUNK):
                         waiting()
                         chunk = self._ray.put(source.read(CHUNK))
-                        self._ray.get([one.receive.remote(file, offset, chunk) for one in to])
+                        calls = [one.receive.remote(file, offset, chunk) for one in to]
+                        self._ray.get(calls, timeout=self._options.timeout)
         except self._faults() as error:
+            if (no_room := full(getattr(error, "cause", None) or error)) is not None:
+                words = f"a worker cannot keep the weights that it needs ({no_room.strerror}); {advice(no_room)}"
+                raise StoreError(words) from None
             raise Lost(_first_line(error)) from None
 
     def step(self, order: bytes, task: Task, report: Report) -> Reply:
@@ -88,14 +93,15 @@ class Group:
             raise Lost(_first_line(error)) from None
         return self._verdict(replies)
 
-    def fetch(self, name: str, size: int, file: Path) -> None:
+    def fetch(self, name: str, size: int, waiting: Callable[[], None], file: Path) -> None:
         """A file of the step that was made last, written here."""
         first = self._workers[0]
         try:
             with file.open("wb") as out:
                 coming = first.read.remote(name, 0, CHUNK)
                 for offset in range(CHUNK, size + CHUNK, CHUNK):
-                    chunk = self._ray.get(coming)
+                    waiting()
+                    chunk = self._ray.get(coming, timeout=self._options.timeout)
                     if offset < size:
                         coming = first.read.remote(name, offset, CHUNK)
                     out.write(chunk)
@@ -156,7 +162,10 @@ class Group:
             one.join.remote(self._base, host, port, rank, size, options.gpus > 0, options.timeout)
             for rank, one in enumerate(self._workers)
         ]
-        self._verdict(self._wait(calls, waiting))
+        try:
+            self._verdict(self._wait(calls, waiting))
+        except TrainError as error:  # no batch was looked at yet, so it is no batch's fault
+            raise WireError(f"a worker cannot begin: {error.message}") from None
 
     def _wait(self, calls: Sequence[Any], waiting: Callable[[], None]) -> list[Any]:
         """All answers. One that fails is enough to end this."""

@@ -65,7 +65,7 @@ class RayWork:
     def _advance(self, order: Step, report: Report) -> Stepped:
         began = time.monotonic()
         self._told(report, "open", 0, 1)
-        found = origin.find(self._ground.training, order, self._ground.resolve, self._ground.digest)
+        found = origin.find(self._ground.training, order, self._ground.resolve, self._ground.digest).own()
         for attempt in range(self._options.retries + 1):
             try:
                 group = self._team(partial(self._told, report))
@@ -74,7 +74,7 @@ class RayWork:
                 reply = group.step(msgspec.msgpack.encode(order), task, partial(self._told, report))
                 self._told(report, "write", 0, 1)
                 files: dict[str, folder.Content] = {
-                    name: partial(group.fetch, name, size) for name, size in reply.files
+                    name: partial(group.fetch, name, size, self._waiting) for name, size in reply.files
                 }
                 metrics = dict(reply.metrics or {}) | {"train_seconds": time.monotonic() - began}
                 return folder.write(self._ground.training, order, reply.kind, files, metrics)
@@ -120,8 +120,7 @@ class RayWork:
         source = found.source
         kept: tuple[Sight, ...] = ()
         if found.kept is not None:
-            names = ("optimizer.safetensors", "modules.safetensors")
-            kept = tuple(Sight.of(found.kept / name) for name in names)
+            kept = tuple(Sight.of(found.kept / name) for name in origin.STATE)
         name = group.wants(order.objective, order.options)
         teacher = None if name is None else (name, self._teacher(name))
         return Task(_weights(source), kept, found.cold, teacher)

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reef.core.errors import MissingError, ReefError, TrainError
+from reef.core.disk import advice, full
+from reef.core.errors import DigestError, MissingError, ReefError
 from reef.core.wire import Step
 from reef.engines import WeightFiles
 from reef.trainers.origin import Origin
@@ -314,7 +315,7 @@ def _model_folder(base: Base) -> Path:
 
     found = prepare(base.folder if os.path.isdir(base.folder) else base.name)
     if base.digest and found.digest != base.digest:
-        raise TrainError(
+        raise DigestError(
             f"the base model on {socket.gethostname()} is another one than the trainer's ({found.path}, "
             f"{found.digest[:12]}, not {base.digest[:12]}); copy {base.folder} there"
         )
@@ -327,6 +328,9 @@ def _reply(error: Exception) -> Reply:
         return Reply("stopped")
     if isinstance(error, ReefError):
         return Reply("error", error=type(error).__name__, words=error.message, param=error.param)
+    if (no_room := full(error)) is not None:
+        words = f"a worker on {socket.gethostname()} cannot write its step ({no_room.strerror}); {advice(no_room)}"
+        return Reply("error", error="StoreError", words=words)
     text = "".join(traceback.format_exception(error))
     log.error("%s", text)
     words = f"{type(error).__name__}: {error}"

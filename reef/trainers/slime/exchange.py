@@ -12,6 +12,7 @@ Does not know: tensors, objectives, slime.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -83,7 +84,8 @@ class Exchange:
         for place in (self.root / "batches").glob("[!.]*/batch.json"):
             said = read(place)
             if said is not None and said.get("format") == FORMAT:
-                found.append((place.stat().st_mtime_ns, said["name"], said))
+                with contextlib.suppress(FileNotFoundError):  # withdrawn meanwhile
+                    found.append((place.stat().st_mtime_ns, said["name"], said))
         return [said for _, _, said in sorted(found, key=lambda one: one[:2])]
 
     def samples(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:

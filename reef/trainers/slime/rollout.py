@@ -82,7 +82,8 @@ def following(exchange: Exchange, args: Any, here: str | None) -> dict[str, Any]
                 write(exchange.refused(name), {"name": name, "why": why})
                 continue
             if said["parent"] != here:
-                write(exchange.start, {"name": said["parent"], "rollout": rollout_of(exchange, said["parent"])})
+                place = {"name": said["parent"], "rollout": rollout_of(exchange, said["parent"])}
+                write(exchange.start, {**place, "again": True})
                 raise StartAgain(f"batch {name} starts from {said['parent'] or 'the base model'}, slime is at {here}")
             _tidy(exchange, args, said["parent"])
             return said

@@ -37,9 +37,10 @@ def main(given: list[str] | None = None) -> int:
     while True:
         where = begin(exchange)
         ended = subprocess.run([*command, *arguments(exchange, save, where)])
-        if ended.returncode == 0 or not exchange.start.is_file():
+        wanted_again = read(exchange.start) or {}
+        if ended.returncode == 0 or not wanted_again.get("again"):
             return ended.returncode
-        print(f"slime starts again at {(read(exchange.start) or {}).get('name') or 'the base model'}", file=sys.stderr)
+        print(f"slime starts again at {wanted_again.get('name') or 'the base model'}", file=sys.stderr)
 
 
 def begin(exchange: Exchange) -> int | None:
@@ -55,7 +56,8 @@ def begin(exchange: Exchange) -> int | None:
                 break
         else:
             said = {"name": None, "rollout": None}
-        write(exchange.start, said)
+    said.pop("again", None)  # an order to start again is followed once: slime that cannot start says so by its end
+    write(exchange.start, said)
     rollout_id = said["rollout"]
     return None if rollout_id is None else int(rollout_id)
 

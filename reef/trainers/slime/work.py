@@ -140,8 +140,12 @@ class SlimeWork:
         while True:
             try:
                 if (refusal := read(exchange.refused(name))) is not None:
-                    exchange.refused(name).unlink(missing_ok=True)  # the next one who asks may meet another slime
-                    raise UpstreamError(f"slime refused the batch: {refusal.get('why')}")
+                    why = f"slime refused the batch: {refusal.get('why')}"
+                    try:
+                        exchange.refused(name).unlink(missing_ok=True)  # the next one who asks may meet another slime
+                    except OSError as error:  # slime may run as somebody else
+                        why += f". Remove {exchange.refused(name)} ({error.strerror}), or it stands"
+                    raise UpstreamError(why)
                 said = read(exchange.weights(name))
                 if not claimed and self._claimed(name):
                     since, claimed = time.monotonic(), True
@@ -176,7 +180,13 @@ class SlimeWork:
         place = Path(said["folder"])
         for file, (digest, size) in said["files"].items():
             where = place / file
-            if not where.is_file() or where.stat().st_size != size or sha256(where) != digest:
+            try:
+                same = where.is_file() and where.stat().st_size == size and sha256(where) == digest
+            except OSError as error:
+                raise UpstreamError(
+                    f"{where} cannot be read ({error.strerror}); let the server's user read it"
+                ) from None
+            if not same:
                 raise UpstreamError(
                     f"{where} is missing or does not match what slime said of it; remove "
                     f"{self._exchange.weights(said['name'])} and start slime again, which trains the batch anew"

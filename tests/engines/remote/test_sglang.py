@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import pytest
 
 from reef.core.errors import ConfigError, ContextError, EngineError, InputError
 from reef.core.nouns import Span
-from reef.engines import Ask
+from reef.engines import Ask, Head, Piece
 from reef.engines.local.text import Text
 from reef.engines.remote.sglang import MARK, Options, SglangEngine
 from reef.engines.sse import Events
@@ -236,6 +237,27 @@ async def test_weights_of_another_hand_are_an_error_not_an_answer(world: World, 
         _, _, answer = await collect(engine, ask(FULLS[0]))  # looked at again, and given what is asked for
         assert trainable(answer)
         assert told(stub.said[-1]) != "foreign"
+
+
+async def test_other_weights_in_the_middle_of_a_stream_are_its_end(world: World, place: Path) -> None:
+    """The client has a part already: to begin again would give it a second beginning behind the first."""
+    async with running(SGLANG, world, place, stub={"delay": 0.001}) as (engine, (stub,)):
+        await collect(engine, ask(FULLS[0]))
+        before, number = len(stub.asked("/generate")), itertools.count()
+
+        def other(chunk: Any) -> Any:
+            if next(number) == 2:
+                chunk["meta_info"]["weight_version"] = "somebody-elses"
+            return chunk
+
+        stub.faults.append(On("/generate", edit(other)))
+        got: list[Any] = []
+        with pytest.raises(EngineError):
+            async for item in engine.answer(ask(FULLS[0], stream=True)):
+                got.append(item)
+        assert [type(item) for item in got[:2]] == [Head, Piece]
+        assert not any(isinstance(item, Head) for item in got[1:])
+        assert len(stub.asked("/generate")) == before + 1
 
 
 async def test_an_adapter_of_that_name_from_elsewhere_is_replaced(world: World, place: Path) -> None:

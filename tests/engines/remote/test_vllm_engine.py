@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
+import resource
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reef.core.errors import BusyError, ConfigError, ContextError, EngineError, InputError
+from reef.core.errors import BusyError, ConfigError, ContextError, EngineError, InputError, StoreError
 from reef.core.nouns import Span
 from reef.engines import Ask, Piece
 from reef.engines.remote.vllm import MARK, Options
 from reef.engines.sse import Events
-from tests.engines.remote.hostile import ALWAYS, dies, nothing, says
+from tests.engines.remote.hostile import ALWAYS, dies, late, nothing, says
 from tests.engines.remote.kit import (
     BASE,
     FULLS,
@@ -329,3 +332,56 @@ async def test_leaving_stops_the_work(world: World, place: Path) -> None:
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
     with contextlib.suppress(KeyError), pytest.raises(ConfigError):
         Options(**wrong)
+
+
+@pytest.mark.parametrize(("release", "path"), [(FULLS[0], "/collective_rpc"), (LORAS[0], "/v1/load_lora_adapter")])
+async def test_an_order_to_load_is_tried_again_where_an_answer_would_not_be(
+    world: World, place: Path, release: str, path: str
+) -> None:
+    """An update asks three times, and a candidate that no server loads is turned down."""
+    async with served(world, place) as (engine, (stub,)):
+        stub.faults.append(On(path, says(500)))
+        with pytest.raises(EngineError):
+            await engine.load(release)
+        with pytest.raises(EngineError):
+            await collect(engine, ask(release))
+        await engine.load(release)
+        assert trainable((await collect(engine, ask(release)))[2])
+
+
+async def test_a_load_may_be_silent_for_longer_than_an_answer(world: World, place: Path) -> None:
+    async with served(world, place, changes={"idle": 0.3}) as (engine, (stub,)):
+        stub.faults += [On("/collective_rpc", late(1.0)), On("/v1/load_lora_adapter", late(1.0))]
+        await engine.load(FULLS[0])
+        await engine.load(LORAS[0])
+
+
+async def test_staged_full_weights_go_when_others_are_served(world: World, place: Path) -> None:
+    async with served(world, place) as (engine, _):
+        await engine.load(FULLS[0])
+        (first,) = [folder for folder in place.glob("**/weights/*") if folder.is_dir()]
+        await engine.load(FULLS[1])
+        assert first.is_dir()  # a server may read it again
+        os.utime(first, (0, 0))
+        await engine.load(BASE)
+        assert not first.exists()
+
+
+async def test_a_full_disk_is_neither_the_servers_nor_the_releases_fault(world: World, place: Path) -> None:
+    async with served(world, place) as (engine, _):
+        await collect(engine, ask())
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("os.link", nolink)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+            try:
+                with pytest.raises(StoreError, match="free some disk space"):
+                    await engine.load(FULLS[0])
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(place.glob("**/weights/.*.partial")) == []
+        await engine.load(FULLS[0])
+
+
+def nolink(*_: object) -> None:
+    raise OSError(errno.EXDEV, "Invalid cross-device link")

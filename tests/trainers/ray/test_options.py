@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from reef.core.errors import ConfigError
+from reef.core.errors import ConfigError, DigestError, TrainError, WireError
 from reef.trainers import options
 from reef.trainers.ray import Options
 from reef.trainers.ray.cluster import LONGEST, Cluster, threads
 from reef.trainers.ray.files import Sight, Spool
+from reef.trainers.ray.group import Group
+from reef.trainers.ray.worker import Reply, _reply
 
 
 @pytest.mark.parametrize(
@@ -99,3 +103,35 @@ def test_a_worker_keeps_what_it_was_sent_as_long_as_it_is_wanted(tmp_path: Path)
     assert list((tmp_path / "spool").rglob("a")) == []
     here.write_bytes(b"abcd")
     assert spool.missing([seen]) == [seen]
+
+
+class Told:
+    """What a `Group` asks of Ray, with the answers of workers that cannot begin."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.listen = self.pid = self.join = self.missing = self.receive = self
+        self._reply = reply
+
+    def remote(self, *given: Any) -> Any:
+        return ("host", 1) if len(given) < 2 else self._reply
+
+
+@pytest.mark.parametrize(
+    ("error", "fate"),
+    [(RuntimeError("no CUDA"), WireError), (TrainError("no model"), WireError), (DigestError("another"), DigestError)],
+)
+def test_workers_that_cannot_begin_are_no_batchs_fault(error: Exception, fate: type[Exception]) -> None:
+    group = Group(SimpleNamespace(ray=None, own=True), Options(workers=1), SimpleNamespace())  # type: ignore[arg-type]
+    group._workers = [Told(_reply(error))]
+    group._wait = lambda calls, waiting: list(calls)  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(fate):
+        group._meet(lambda: None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: Disk quota exceeded (os error 122)")],
+)
+def test_a_workers_full_disk_is_no_batchs_fault(error: Exception) -> None:
+    assert _reply(error).error == "StoreError"
+    assert _reply(RuntimeError("something else")).fate == "failed"

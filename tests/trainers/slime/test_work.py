@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +310,53 @@ def test_a_full_disk_is_no_batchs_fault_and_leaves_nothing(
         made.advance(ask(1), quiet)
 
 
+def test_what_belongs_to_slimes_user_is_named(
+    ask: Callable[..., Step], work: Callable[..., Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slime may run as root and Reef as somebody else, who then cannot take the refusal away or read the weights."""
+    exchange = Exchange(place / "exchange")
+    with pytest.raises(UpstreamError, match="has not taken"):
+        work(seconds=0.05).advance(ask(1), quiet)
+    (said,) = exchange.batches()
+    files.write(exchange.refused(said["name"]), {"name": said["name"], "why": "slime was started with lr 3"})
+
+    def barred(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", barred)
+    with pytest.raises(UpstreamError, match=r"started with lr 3\. Remove .*Permission denied"):
+        work(seconds=0.05).advance(ask(1), quiet)
+
+
+def test_a_batch_that_is_withdrawn_while_it_is_looked_at(
+    ask: Callable[..., Step], work: Callable[..., Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, read = Exchange(place / "exchange"), files.read
+    with pytest.raises(UpstreamError, match="has not taken"):
+        work(seconds=0.05).advance(ask(1), quiet)
+
+    def slow(path: Path) -> Any:
+        found = read(path)
+        exchange.withdraw(path.parent.name)
+        return found
+
+    monkeypatch.setattr(files, "read", slow)
+    assert exchange.batches() == []
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_slime_that_cannot_start_ends_what_started_it(place: Path, again: bool) -> None:
+    exchange = Exchange(place / "exchange")
+    exchange.root.mkdir(parents=True)
+    if again:
+        files.write(exchange.start, {"name": None, "rollout": None, "again": True})
+    given = ["--exchange", str(exchange.root), "--save", str(place / "save")]
+    slime = ["--", sys.executable, "-c", "raise SystemExit(3)"]
+    ended = subprocess.run([sys.executable, "-m", "reef.trainers.slime.run", *given, *slime], timeout=60)
+    assert ended.returncode == 3
+    assert files.read(exchange.start) == {"name": None, "rollout": None}
+
+
 def test_an_order_that_was_given_up_is_withdrawn(
     ask: Callable[..., Step], work: Callable[..., Any], place: Path
 ) -> None:
@@ -364,7 +413,7 @@ def test_a_batch_that_starts_elsewhere_ends_slime_with_the_place_to_start_at(
     assert following(exchange, args, "one")["name"] == "two"
     with pytest.raises(StartAgain, match="starts from one"):
         following(exchange, args, None)
-    assert files.read(exchange.start) == {"name": "one", "rollout": 3}
+    assert files.read(exchange.start) == {"name": "one", "rollout": 3, "again": True}
 
 
 WANTS = {
