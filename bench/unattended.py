@@ -62,7 +62,7 @@ PROBES = 200  # answers to reserved prompts, each time
 HERE = Path(__file__).parent
 
 CONFIG = """
-reef: {{recipe: sao, batch_size: 32, learning_rate: 1.0e-3, kl: 0.1, default_scenario: FIRST,
+reef: {{recipe: sao, batch_size: 32, learning_rate: 5.0e-4, kl: 0.1, default_scenario: FIRST,
   port: {port}, state_dir: {state}}}
 releases: {{watch: {{reports: 100}}}}
 gate: GATE
@@ -316,7 +316,7 @@ def draw(result: dict[str, Any], place: Path) -> None:
         panels[0, 0].plot([], [], "|", color=colour, label=kind, markersize=9)
     panels[0, 0].plot([], [], color="grey", linestyle="dashed", label="untouched base")
     panels[0, 0].plot([], [], "o", color="black", label="prompts nobody asks")
-    panels[0, 0].legend(loc="center right", fontsize=8)
+    panels[0, 0].legend(loc="lower center", ncols=5, fontsize=8)
     panels[-1, 0].set_xlabel("minutes; the preference changes at the line")
     figure.tight_layout()
     figure.savefig(place, dpi=110)

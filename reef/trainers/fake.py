@@ -71,7 +71,8 @@ class FakeTrainer:
 def _files(order: Step) -> dict[str, folder.Content]:
     seed = hashlib.sha256(f"{order.base_release} {order.step} {order.batch_id}".encode()).digest()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    weights = {"base": {"name": "fake", "digest": "0" * 64}, "kind": "lora", "rank": 1, "alpha": 1}
+    sizes = {name: order.options.get(name, 1) for name in ("rank", "alpha")}  # as the recipe says, as real ones do
+    weights = {"base": {"name": "fake", "digest": "0" * 64}, "kind": "lora", **sizes}
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     values = [byte / 1024 for byte in seed[:8]]
     return {
